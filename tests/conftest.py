@@ -35,7 +35,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_llama(num_layers: int = 3, seed: int = 0, **overrides: object) -> LlamaForCausalLM:
-    """Random llama over the tokenizer's 259 tokens; wide initial weights, so that its text is not one token."""
+    """Random llama over the 259 tokens; its wide initial weights make for varied text."""
     settings = {
         "vocab_size": 259,
         "hidden_size": 64,
