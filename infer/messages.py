@@ -1,0 +1,150 @@
+"""The messages between engine and draft server: typed, versioned, small; token ids only, never logits.
+
+A frame is the msgpack array [version, message]; a message is a map with its `type`. Every message carries the
+request it is about (empty: the server itself) and a round. `open` and `outcome` are each answered by exactly one
+`block`, `unknown` or `error` of the same request and round. A lost or late message can only cost speed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from foredraft.infer.params import SamplingParams, SpeculationParams
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+OutcomeKind = Literal["open", "hit", "leaf", "miss"]  # open: the block answers an open, no outcome was decided
+BlockSource = Literal["draft", "ngram"]
+ErrorCode = Literal["refused", "failed"]  # refused: the drafter cannot hold this request; failed: the drafter raised
+
+
+class MessageError(ValueError):
+    """A frame that is not a message of this protocol version: says what was expected and what was found."""
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """What every message carries. request: id, unique among the open requests of one engine; round: count from 0."""
+
+    request: str = ""
+    round: Count = 0
+
+
+class Open(_Message, tag="open", kw_only=True):
+    """Engine to server: serve this request from now on. Opening an open request again replaces it."""
+
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]  # prompt and all that is settled
+    seed: Count  # uint64, resolved: also where the user gave none
+    sampling: SamplingParams  # choice is in it
+    eos_ids: list[TokenId] = []
+    max_tokens: Count  # tokens that may still follow token_ids
+    speculation: SpeculationParams
+
+
+class Outcome(_Message, tag="outcome", kw_only=True):
+    """Engine to server: a verification ended. settled [n >= 1] = accepted guesses, then the target's own token."""
+
+    base_position: Count  # absolute position of settled[0]
+    settled: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+
+
+class Block(_Message, tag="block", kw_only=True):
+    """Server to engine: the guesses that are ready, in topological order; none is a legal answer.
+
+    ids, parents, path_probs have one entry a guess; parents[i] < i is the index of its parent, -1 the last settled
+    token. kind is decided when the outcome is read, before any further expansion.
+    """
+
+    kind: OutcomeKind
+    ids: list[TokenId] = []
+    parents: list[int] = []
+    path_probs: list[float] = []
+    source: BlockSource = "draft"
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) == len(self.parents) == len(self.path_probs):
+            lengths = (len(self.ids), len(self.parents), len(self.path_probs))
+            raise ValueError(f"ids, parents and path_probs must have one length, got {lengths}")
+        if any(not -1 <= parent < row for row, parent in enumerate(self.parents)):
+            raise ValueError(f"parents must come before their children, got {self.parents}")
+        if len(set(zip(self.parents, self.ids, strict=True))) != len(self.ids):
+            raise ValueError("children of one parent must differ")
+
+    @property
+    def is_ready(self) -> bool:
+        """There is at least one guess to verify."""
+        return bool(self.ids)
+
+
+class Unknown(_Message, tag="unknown", kw_only=True):
+    """Server to engine: the request is not open here, or the outcome does not follow the last one: open it again."""
+
+
+class Close(_Message, tag="close", kw_only=True):
+    """Engine to server: the request has ended."""
+
+
+class Ping(_Message, tag="ping", kw_only=True):
+    """Either way: answer with a pong of the same request and round."""
+
+
+class Pong(_Message, tag="pong", kw_only=True):
+    """The answer to a ping."""
+
+
+class Stats(_Message, tag="stats", kw_only=True):
+    """Engine to server with no values: a question. Server to engine: counters of the server and of the request."""
+
+    values: dict[str, float] = {}
+
+
+class Ready(_Message, tag="ready", kw_only=True):
+    """Server to engine, before the first answer: the drafter is loaded; what it is and can hold."""
+
+    family: str
+    max_depth: int
+    max_positions: int  # tokens of context; 0: no limit known
+    tokenizer_sha256: str = ""
+    seconds_loading: float = 0.0
+
+
+class Error(_Message, tag="error", kw_only=True):
+    """Server to engine: the request is closed and should not be opened again; text says why."""
+
+    code: ErrorCode
+    text: str
+
+
+Message = Open | Outcome | Block | Unknown | Close | Ping | Pong | Stats | Ready | Error
+
+
+class _Envelope(msgspec.Struct, array_like=True):
+    """The version is read before the body, whose fields may have changed."""
+
+    version: int
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_message_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """One frame for the wire."""
+    return _encoder.encode((PROTOCOL_VERSION, message))
+
+
+def decode(frame: bytes) -> Message:
+    """The message in a frame. MessageError for anything else, whatever the bytes."""
+    try:
+        envelope = _envelope_decoder.decode(frame)
+        if envelope.version != PROTOCOL_VERSION:
+            raise MessageError(f"expected protocol version {PROTOCOL_VERSION}, got {envelope.version}")
+        return _message_decoder.decode(envelope.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise MessageError(f"not a message ({len(frame)} bytes): {error}") from error
