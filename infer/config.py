@@ -1,0 +1,300 @@
+"""Recipes and the error boundary of commands: YAML and flags in, a frozen dataclass or one clear message out.
+
+A recipe is a dataclass (nested ones are sections). Its keys are the keys of the YAML file and, dotted, the
+flags: `data.path` is `--data.path P`. Flags win over the file wherever they stand on the command line. The
+resolved recipe is itself a recipe that gives the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+import traceback
+import typing
+from argparse import ArgumentError
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+Recipe = TypeVar("Recipe")
+KeyTree = dict[str, "KeyTree | None"]  # section: its keys; None: a value
+
+OWN_FLAGS = ("config", "print_config", "help")
+EXTRAS = {
+    "pyarrow": "train", "accelerate": "train", "datasets": "train", "peft": "train", "wandb": "train",
+    "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve", "gguf": "gguf",
+}  # fmt: skip
+# jsonargparse's phrases, in the order in which they are rewritten; \1 is the key
+MESSAGE_REWRITES = (
+    (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
+    (r"typing\.", ""),
+    (r"Expected a (.*?)\. Got value: ", r"expected \1, got "),
+    (r"the following arguments are required: ", "missing keys: "),
+    (r"^argument --", ""),
+    (r'^Parser key "([^"]+)": ', r"\1: "),
+    (r'^([^:]+): Does not validate .*Parser key "([^"]+)": (.+?) - Expected a NoneType.*', r"\1.\2: \3"),
+    (r"Does not validate .*? Subtypes: \[(.*?)\] Errors: .* Given value: ", r"expected one of \1, got "),
+)
+
+
+class UserError(ValueError):
+    """A mistake of the user, told in one message that names what was expected and what was found."""
+
+
+def read_config(cls: type[Recipe], argv: Sequence[str], command: str) -> tuple[Recipe, str]:
+    """Read `--config FILE.yaml` and overriding flags into an instance of the frozen dataclass `cls`.
+
+    Returns the instance and the resolved recipe as YAML, headed by comments that tell where keys came from.
+    Raises UserError for unknown or repeated keys (naming the nearest valid one), wrong types, missing keys,
+    values that `cls` refuses, and files that cannot be read. `--help` and `--print_config` print and exit.
+    """
+    keys = _key_tree(cls)
+    files, flags = _split_files(argv)
+    in_files = {key for file in files for key in _check_recipe_file(Path(file), keys)}
+    in_flags = _check_flags(flags, keys)
+    parser = _build_parser(cls, f"foredraft {command}")
+    ordered = [arg for file in files for arg in ("--config", file)] + flags
+    try:
+        values = parser.parse_args(ordered)
+    except ArgumentError as error:
+        raise UserError(_locate(_one_line(str(error)), files, in_files, in_flags)) from None
+    instance = _instantiate(cls, values)
+    return instance, _resolved_yaml(parser, values, command, in_files - in_flags, in_flags)
+
+
+def save_resolved(folder: str | os.PathLike[str], resolved_yaml: str, name: str = "recipe.yaml") -> Path:
+    """Write the resolved recipe into `folder` (made if missing) atomically."""
+    return write_text_atomic(Path(folder) / name, resolved_yaml)
+
+
+def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
+    """Write `text` (UTF-8) to `path` through a file beside it: an interruption leaves the old content."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """`; did you mean x?` for the closest of `valid`, or an empty string when nothing is close."""
+    found = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command; return its exit code: 0, 1 (internal error), 2 (the user's mistake), 130 (interrupted).
+
+    User mistakes (ValueError, OSError, a missing optional package) become one message on stderr; all else keeps
+    its traceback.
+    """
+    try:
+        return command() or 0
+    except KeyboardInterrupt:
+        print("foredraft: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of stdout went away (`| head`); the interpreter must not try to flush it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except (ValueError, OSError) as error:
+        print(f"foredraft: error: {_describe(error)}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            traceback.print_exc()
+            return 1
+        print(
+            f"foredraft: error: this needs the package {error.name}: run `pip install 'foredraft[{extra}]'`",
+            file=sys.stderr,
+        )
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _describe(error: ValueError | OSError) -> str:
+    """The message of a user error; those of other packages say where, as they may be bugs."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = frames[-1].f_globals.get("__name__", "?") if frames else "?"
+    text = str(error) or type(error).__name__
+    is_ours = module.startswith("foredraft.") or module == "__main__" or isinstance(error, UserError)
+    return text if is_ours else f"{text} ({type(error).__name__} from {module})"
+
+
+# Keys
+
+
+def _sections(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """The fields of a dataclass with their resolved type hints."""
+    hints = typing.get_type_hints(cls)
+    return ((item, hints[item.name]) for item in dataclasses.fields(cls) if item.init)
+
+
+def _nested_class(hint: Any) -> type[Any] | None:
+    """The dataclass inside `hint`: itself, or the one member of `Section | None`."""
+    options = [hint, *typing.get_args(hint)] if type(None) in typing.get_args(hint) else [hint]
+    return next((item for item in options if dataclasses.is_dataclass(item) and isinstance(item, type)), None)
+
+
+def _key_tree(cls: type[Any]) -> KeyTree:
+    nested = {item.name: _nested_class(hint) for item, hint in _sections(cls)}
+    return {name: _key_tree(section) if section else None for name, section in nested.items()}
+
+
+def _flatten(keys: KeyTree, prefix: str = "") -> Iterator[str]:
+    for name, below in keys.items():
+        yield prefix + name
+        if below:
+            yield from _flatten(below, f"{prefix}{name}.")
+
+
+def _check_recipe_file(path: Path, keys: KeyTree) -> list[str]:
+    """The dotted keys that a recipe file sets; UserError with line numbers for what is not a valid key."""
+    if not path.is_file():
+        raise UserError(f"recipe {path}: no such file")
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"recipe {path}: expected `key: value` lines at the top level")
+    return list(_walk_yaml(root, keys, "", str(path)))
+
+
+def _walk_yaml(node: yaml.MappingNode, keys: KeyTree, prefix: str, file: str) -> Iterator[str]:
+    seen: set[str] = set()
+    for key_node, value in node.value:
+        name, where = str(key_node.value), f"recipe {file}, line {key_node.start_mark.line + 1}"
+        if name not in keys:
+            valid = [prefix + key for key in keys]
+            hint = nearest(prefix + name, valid) or f"; valid keys: {', '.join(valid)}"
+            raise UserError(f"{where}: unknown key {prefix + name!r}{hint}")
+        if name in seen:
+            raise UserError(f"{where}: key {prefix + name!r} is given twice")
+        seen.add(name)
+        below = keys[name]
+        if below and isinstance(value, yaml.MappingNode):
+            yield from _walk_yaml(value, below, f"{prefix}{name}.", file)
+        elif below and not value.tag.endswith(":null"):
+            raise UserError(f"{where}: section {prefix + name!r} must hold keys of {', '.join(below)}")
+        else:
+            yield prefix + name
+
+
+def _split_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part `--config FILE` (any number) from the other arguments, which then override the files."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(argv)
+    for arg in rest:
+        if arg == "--config":
+            file = next(rest, None)
+            if file is None:
+                raise UserError("--config needs the path of a recipe")
+            files.append(file)
+        elif arg.startswith("--config="):
+            files.append(arg.partition("=")[2])
+        else:
+            others.append(arg)
+    return files, others
+
+
+def _check_flags(flags: list[str], keys: KeyTree) -> set[str]:
+    """The dotted keys that flags set; UserError for a flag that is no key."""
+    valid = {f"--{name}" for name in (*_flatten(keys), *OWN_FLAGS)}
+    names = {flag.partition("=")[0].rstrip("+") for flag in flags if flag.startswith("--") and len(flag) > 2}
+    for name in sorted(names - valid):
+        raise UserError(f"unknown option {name}{nearest(name, valid)}")
+    return {name[2:] for name in names} - set(OWN_FLAGS)
+
+
+# Parsing
+
+
+def _build_parser(cls: type[Any], prog: str) -> ArgumentParser:
+    """One argument per value, with dotted names: jsonargparse itself cannot read sections with slots."""
+    parser = ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="recipe (YAML) with the keys below")
+    _add_section(parser, cls, "", None)
+    return parser
+
+
+def _add_section(parser: Any, cls: type[Any], prefix: str, default: Any) -> None:
+    title = f"{prefix.rstrip('.') or 'recipe'}: {(cls.__doc__ or cls.__name__).strip().splitlines()[0]}"
+    group = parser.add_argument_group(title)
+    for item, hint in _sections(cls):
+        value = _default(item) if default is None else getattr(default, item.name)
+        is_required = value is dataclasses.MISSING
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            _add_section(parser, hint, f"{prefix}{item.name}.", None if is_required else value)
+        elif is_required:
+            group.add_argument(f"--{prefix}{item.name}", type=hint, required=True)
+        else:
+            group.add_argument(f"--{prefix}{item.name}", type=hint, default=value)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
+
+
+def _instantiate(cls: type[Recipe], values: Namespace, prefix: str = "") -> Recipe:
+    """Build the dataclass bottom-up; what its `__post_init__` refuses is told with the section."""
+    given: dict[str, Any] = {}
+    for item, hint in _sections(cls):
+        value = values[item.name]
+        if isinstance(value, Namespace):
+            value = _instantiate(_nested_class(hint) or hint, value, f"{prefix}{item.name}.")
+        given[item.name] = value
+    try:
+        return cls(**given)
+    except ValueError as error:
+        where = f"in section {prefix.rstrip('.')}: " if prefix else ""
+        raise UserError(f"{where}{error}") from None
+
+
+def _resolved_yaml(
+    parser: ArgumentParser, values: Namespace, command: str, in_files: set[str], in_flags: set[str]
+) -> str:
+    head = [f"# foredraft {command}, resolved; keys not named here have their defaults"]
+    for origin, keys in (("recipe", in_files), ("command line", in_flags)):
+        if keys:
+            head.append(f"# from the {origin}: {', '.join(sorted(keys))}")
+    return "\n".join(head) + "\n" + parser.dump(values, skip_none=False)
+
+
+def _one_line(message: str) -> str:
+    """jsonargparse's message as one line that starts with the key and speaks of types by their names."""
+    text = " ".join(message.split())
+    for pattern, plain in MESSAGE_REWRITES:
+        text = re.sub(pattern, plain, text)
+    return text
+
+
+def _locate(message: str, files: list[str], in_files: set[str], in_flags: set[str]) -> str:
+    """Put the flag or the recipe that the message is about in front of it."""
+    key = message.partition(": ")[0]
+    if key in in_flags:
+        return f"--{message}"
+    is_about_files = bool(files) and key in {*in_files, "missing keys"}
+    return f"recipe {', '.join(files)}: {message}" if is_about_files else message
