@@ -65,7 +65,7 @@ def read_config(cls: type[Recipe], argv: Sequence[str], command: str) -> tuple[R
     except ArgumentError as error:
         raise UserError(_locate(_one_line(str(error)), files, in_files, in_flags)) from None
     instance = _instantiate(cls, values)
-    return instance, _resolved_yaml(parser, values, command, in_files - in_flags, in_flags)
+    return instance, _resolved_yaml(instance, command, in_files - in_flags, in_flags)
 
 
 def save_resolved(folder: str | os.PathLike[str], resolved_yaml: str, name: str = "recipe.yaml") -> Path:
@@ -95,8 +95,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def run_command(command: Callable[[], int | None]) -> int:
     """Run a command; return its exit code: 0, 1 (internal error), 2 (the user's mistake), 130 (interrupted).
 
-    User mistakes (ValueError, OSError, a missing optional package) become one message on stderr; all else keeps
-    its traceback.
+    User mistakes (ValueError, OSError, a missing optional package) become one message on stderr; anything
+    else keeps its traceback.
     """
     try:
         return command() or 0
@@ -273,14 +273,12 @@ def _instantiate(cls: type[Recipe], values: Namespace, prefix: str = "") -> Reci
         raise UserError(f"{where}{error}") from None
 
 
-def _resolved_yaml(
-    parser: ArgumentParser, values: Namespace, command: str, in_files: set[str], in_flags: set[str]
-) -> str:
+def _resolved_yaml(instance: Any, command: str, in_files: set[str], in_flags: set[str]) -> str:
     head = [f"# foredraft {command}, resolved; keys not named here have their defaults"]
     for origin, keys in (("recipe", in_files), ("command line", in_flags)):
         if keys:
             head.append(f"# from the {origin}: {', '.join(sorted(keys))}")
-    return "\n".join(head) + "\n" + parser.dump(values, skip_none=False)
+    return "\n".join(head) + "\n" + yaml.safe_dump(dataclasses.asdict(instance), sort_keys=False)
 
 
 def _one_line(message: str) -> str:
