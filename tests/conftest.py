@@ -1,63 +1,132 @@
-"""Tiny models for all tests: a random llama and a byte tokenizer, saved like any Hugging Face model."""
+"""Shared fixtures: tiny random models made on the spot, and the unpacked SmolLM2 for slow tests.
 
-from __future__ import annotations
+Nothing here touches the network. Threads are limited to one before torch is imported, because tiny models
+lose more to thread hand-offs than they gain.
+"""
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SMOLLM2 = REPOSITORY / "models" / "SmolLM2-135M-Instruct"
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOKENIZER_CORPUS = [
+    "The quick brown fox jumps over the lazy dog while the sun goes down.",
+    "Write a short story about a garden, then explain what the story is about.",
+    "def add(a, b):\n    return a + b\n",
+    "user assistant system: numbers 0 1 2 3 4 5 6 7 8 9, and so on.",
+]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer: three special tokens, then the 256 bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+    """A byte-level BPE tokenizer of 320 tokens with a ChatML template; every text round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TOKENIZER_CORPUS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
+        pad_token="<|endoftext|>",
         unk_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
-def build_llama(num_layers: int = 3, seed: int = 0, **overrides: object) -> LlamaForCausalLM:
-    """Random llama over the 259 tokens; its wide initial weights make for varied text."""
-    settings = {
-        "vocab_size": 259,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": num_layers,
+def build_llama(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
+    """A random Llama whose wide initialisation makes its distributions peaked enough to be worth guessing."""
+    settings: dict[str, object] = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 8,
         "max_position_embeddings": 1024,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "pad_token_id": 2,
+        "pad_token_id": 0,
     }
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**(settings | overrides))).eval()
 
 
 @pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random three-layer llama in float32 with its tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-target"
-    build_llama().save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer that every tiny model folder holds."""
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
+) -> Callable[..., Path]:
+    """`make_tiny_model(seed=0, **LlamaConfig fields)` writes a float32 model folder with the tokenizer."""
+
+    def make(seed: int = 0, **overrides: object) -> Path:
+        folder = tmp_path_factory.mktemp("tiny_model")
+        build_llama(seed, **overrides).save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target(make_tiny_model: Callable[..., Path]) -> Path:
+    """Folder of a random three-layer Llama, 320 tokens, context 1024, float32."""
+    return make_tiny_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """Folder of the tiny target with disturbed weights: its best guess is right about every other time."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.add_(0.04 * weight.std() * noise)
+    folder = tmp_path_factory.mktemp("tiny_drafter")
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct in bfloat16, for tests marked slow."""
+    if not (SMOLLM2 / "model.safetensors").exists():
+        pytest.skip(f"{SMOLLM2} is missing: run `make model`")
+    return SMOLLM2
