@@ -1,8 +1,9 @@
 """The messages between engine and draft server: typed, versioned, small; token ids only, never logits.
 
 A frame is the msgpack array [version, message]; a message is a map with its `type`. Every message carries the
-request it is about (empty: the server itself) and a round. `open` and `outcome` are each answered by exactly one
-`block`, `unknown` or `error` of the same request and round. A lost or late message can only cost speed.
+request it is about (empty: the server itself) and a round. Each open and outcome of a request has a higher round
+than the one before and is answered by at most one block, unknown or error of the same round: the answer to a
+round that another one has overtaken is not sent. A lost or late message can only cost speed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ MAX_FRAME_BYTES = 16 << 20
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-OutcomeKind = Literal["open", "hit", "leaf", "miss"]  # open: the block answers an open, no outcome was decided
+OutcomeKind = Literal["open", "hit", "leaf", "miss"]  # open: an open is answered, there was no outcome
 BlockSource = Literal["draft", "ngram"]
-ErrorCode = Literal["refused", "failed"]  # refused: the drafter cannot hold this request; failed: the drafter raised
+ErrorCode = Literal["refused", "failed"]  # refused: the drafter cannot hold the request; failed: it raised
 
 
 class MessageError(ValueError):
@@ -28,25 +29,31 @@ class MessageError(ValueError):
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """What every message carries. request: id, unique among the open requests of one engine; round: count from 0."""
+    """What every message carries. request: unique among the open requests of one engine; round: from 0."""
 
     request: str = ""
     round: Count = 0
 
 
 class Open(_Message, tag="open", kw_only=True):
-    """Engine to server: serve this request from now on. Opening an open request again replaces it."""
+    """Engine to server: serve this request from now on. Opening an open request again replaces it.
+
+    sampling carries the seed, resolved also where the user gave none, and the choice; its max_new_tokens counts
+    from the end of token_ids.
+    """
 
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]  # prompt and all that is settled
-    seed: Count  # uint64, resolved: also where the user gave none
-    sampling: SamplingParams  # choice is in it
+    sampling: SamplingParams
     eos_ids: list[TokenId] = []
-    max_tokens: Count  # tokens that may still follow token_ids
     speculation: SpeculationParams
+
+    def __post_init__(self) -> None:
+        if self.sampling.seed is None:
+            raise ValueError("sampling must have a seed by now: engine and drafter draw the same noise")
 
 
 class Outcome(_Message, tag="outcome", kw_only=True):
-    """Engine to server: a verification ended. settled [n >= 1] = accepted guesses, then the target's own token."""
+    """Engine to server: a verification ended. settled [n >= 1]: accepted guesses, then the target's token."""
 
     base_position: Count  # absolute position of settled[0]
     settled: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
@@ -55,8 +62,8 @@ class Outcome(_Message, tag="outcome", kw_only=True):
 class Block(_Message, tag="block", kw_only=True):
     """Server to engine: the guesses that are ready, in topological order; none is a legal answer.
 
-    ids, parents, path_probs have one entry a guess; parents[i] < i is the index of its parent, -1 the last settled
-    token. kind is decided when the outcome is read, before any further expansion.
+    ids, parents, path_probs have one entry a guess; parents[i] < i is the index of its parent, -1 the last
+    settled token. kind is decided when the outcome is read, before any further expansion.
     """
 
     kind: OutcomeKind
@@ -81,7 +88,7 @@ class Block(_Message, tag="block", kw_only=True):
 
 
 class Unknown(_Message, tag="unknown", kw_only=True):
-    """Server to engine: the request is not open here, or the outcome does not follow the last one: open it again."""
+    """Server to engine: not open here, or the outcome does not follow the last one: open the request again."""
 
 
 class Close(_Message, tag="close", kw_only=True):
@@ -97,7 +104,7 @@ class Pong(_Message, tag="pong", kw_only=True):
 
 
 class Stats(_Message, tag="stats", kw_only=True):
-    """Engine to server with no values: a question. Server to engine: counters of the server and of the request."""
+    """Engine to server, without values: a question. Server to engine: counters of server and request."""
 
     values: dict[str, float] = {}
 
