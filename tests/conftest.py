@@ -89,10 +89,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny_model(
     tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Callable[..., Path]:
-    """`make_tiny_model(seed=0, **LlamaConfig fields)` writes a float32 model folder with the tokenizer."""
+    """`make_tiny_model(name, seed=0, **LlamaConfig fields)` writes a float32 model folder with the tokenizer."""
 
-    def make(seed: int = 0, **overrides: object) -> Path:
-        folder = tmp_path_factory.mktemp("tiny_model")
+    def make(name: str, seed: int = 0, **overrides: object) -> Path:
+        folder = tmp_path_factory.mktemp("models") / name
         build_llama(seed, **overrides).save_pretrained(folder)
         tiny_tokenizer.save_pretrained(folder)
         return folder
@@ -103,7 +103,7 @@ def make_tiny_model(
 @pytest.fixture(scope="session")
 def tiny_target(make_tiny_model: Callable[..., Path]) -> Path:
     """Folder of a random three-layer Llama, 320 tokens, context 1024, float32."""
-    return make_tiny_model()
+    return make_tiny_model("tiny-target")
 
 
 @pytest.fixture(scope="session")
@@ -118,7 +118,7 @@ def tiny_drafter(
             if weight.dim() > 1:
                 noise = torch.randn(weight.shape, generator=generator)
                 weight.add_(0.04 * weight.std() * noise)
-    folder = tmp_path_factory.mktemp("tiny_drafter")
+    folder = tmp_path_factory.mktemp("models") / "tiny-drafter"
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
