@@ -11,8 +11,8 @@ from collections.abc import Sequence
 class NgramIndex:
     """Where every n-gram of prompt + output was last followed by something.
 
-    Longer endings are tried first (`longest` tokens, down to `shortest`). What is added stays, so settled tokens
-    only. Raises ValueError unless 1 <= shortest <= longest.
+    Longer endings are tried first (`longest` tokens, down to `shortest`). Add settled tokens only: what
+    is added stays. Raises ValueError unless 1 <= shortest <= longest.
     """
 
     def __init__(self, tokens: Sequence[int], *, longest: int = 4, shortest: int = 2) -> None:

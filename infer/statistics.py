@@ -1,4 +1,4 @@
-"""What a decode cost and gained: rounds of a request in, the published figures out; requests are pooled by sums.
+"""What a decode cost and gained: rounds of a request in, the published figures out; pooled by sums.
 
 A round is one target pass over a block after prefill. The prefill's token is neither in `rounds` nor in
 `tokens`, so plain decoding has tokens_per_verify = 1 exactly. Entry 0 of `acc_marginal` and `acc_conditional`
@@ -91,8 +91,8 @@ class RequestStats:
 
     @property
     def acc_conditional(self) -> list[float | None]:
-        """Entry i - 1: of the rounds that accepted i - 1 guesses and whose block reached depth i, the share that
-        accepted i. The drafter's own blocks only: n-gram blocks stay out.
+        """Entry i - 1: of the rounds that accepted i - 1 guesses and whose block reached depth i, the share
+        that accepted i. The drafter's own blocks only: n-gram blocks stay out.
         """
         deepest = max((depth for depth, _, source in self.shapes if source == "draft"), default=0)
         reached = [self._count(i - 1, min_depth=i, source="draft") for i in range(1, deepest + 1)]
