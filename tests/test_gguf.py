@@ -136,3 +136,15 @@ def test_missing_packages_are_named(tiny_gguf: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'foredraft\[gguf\]'"):
         load_gguf(tiny_gguf)
+
+
+@pytest.mark.slow
+def test_unpacked_smollm2_answers(smollm2: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0])
