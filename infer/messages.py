@@ -1,9 +1,9 @@
 """The messages between engine and draft server: typed, versioned, small; token ids only, never logits.
 
-A frame is the msgpack array [version, message]; a message is a map with its `type`. Every message carries the
-request it is about (empty: the server itself) and a round. Each open and outcome of a request has a higher round
-than the one before and is answered by at most one block, unknown or error of the same round: the answer to a
-round that another one has overtaken is not sent. A lost or late message can only cost speed.
+A frame is the msgpack array [version, message]; a message is a map with its `type`. Every message carries
+the request it is about (empty: the server itself) and a round. Each open and outcome of a request has a higher
+round than the one before and is answered by at most one block, unknown or error of the same round: the answer
+to a round that another one has overtaken is not sent. A lost or late message can only cost speed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 class Open(_Message, tag="open", kw_only=True):
     """Engine to server: serve this request from now on. Opening an open request again replaces it.
 
-    sampling carries the seed, resolved also where the user gave none, and the choice; its max_new_tokens counts
-    from the end of token_ids.
+    sampling carries the seed, resolved also where the user gave none, and the choice; its max_new_tokens
+    counts from the end of token_ids.
     """
 
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]  # prompt and all that is settled
@@ -88,7 +88,7 @@ class Block(_Message, tag="block", kw_only=True):
 
 
 class Unknown(_Message, tag="unknown", kw_only=True):
-    """Server to engine: not open here, or the outcome does not follow the last one: open the request again."""
+    """Server to engine: not open here, or the outcome does not follow the last one: open it again."""
 
 
 class Close(_Message, tag="close", kw_only=True):

@@ -1,4 +1,4 @@
-"""Traces of two processes merge on one clock; the overlap of drafting and verification is read from the file."""
+"""Traces of two processes merge on one clock; how much drafting ran under verification is read from them."""
 
 import json
 import threading
