@@ -1,7 +1,7 @@
 """Prompt files and their encoding: JSONL in, chat template applied, one seed a line.
 
-A line is an object with `messages` (OpenAI chat form, several turns) or `prompt` (one user turn). `id` defaults
-to the line number, counted from 1; other keys are left alone.
+A line is an object with `messages` (OpenAI chat form, several turns) or `prompt` (one user turn). `id`
+defaults to the line number, counted from 1; other keys are left alone.
 """
 
 from __future__ import annotations
