@@ -77,9 +77,7 @@ def test_modules_import_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> 
         "    origin = importlib.import_module(name).__spec__.origin\n"
         "    assert origin.startswith(sys.argv[1]), (name, origin)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", program, str(tmp_path), *modules]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr.decode()
