@@ -197,8 +197,7 @@ class SpeculationTree:
             del self._nodes[dropped.id]
             stack += dropped.children
         leaf.state = NodeState.LEAF
-        if leaf.depth < self.max_depth:
-            heappush(self._frontier, (-leaf.path_prob, leaf.id))
+        self._offer(leaf)
 
     def block(self, n: int, shape: BlockShape) -> Block:
         """The n most probable nodes below the root, or the first n of the best-child chain.
@@ -252,7 +251,7 @@ class SpeculationTree:
         while stack:
             node = stack.pop()
             self._nodes[node.id] = node
-            if node.state is NodeState.LEAF and node.depth < self.max_depth:
+            if node.state is NodeState.LEAF:  # and above max_depth, since it has come closer to the root
                 self._frontier.append((-node.path_prob, node.id))
             for child in node.children:
                 child.depth = node.depth + 1
@@ -272,8 +271,11 @@ class SpeculationTree:
         child = _Node(next(self._ids), token, parent.id, parent.depth + 1, prob, parent.path_prob * prob)
         parent.children.append(child)
         self._nodes[child.id] = child
-        if child.depth < self.max_depth:
-            heappush(self._frontier, (-child.path_prob, child.id))
+        self._offer(child)
+
+    def _offer(self, leaf: _Node) -> None:
+        if leaf.depth < self.max_depth:
+            heappush(self._frontier, (-leaf.path_prob, leaf.id))
 
     def _best_leaves(self, width: int) -> list[int]:
         best: list[tuple[float, int]] = []

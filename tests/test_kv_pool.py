@@ -95,13 +95,14 @@ def test_commit_may_use_the_pages_that_it_empties() -> None:
 def test_extend_copies_a_shared_partial_page_once() -> None:
     pool = KVPool(num_pages=6, page_size=4)
     seq = pool.begin()
-    pool.extend(seq, 6)
+    first = pool.extend(seq, 6)
     other = pool.fork(seq)
     assert pool.num_free_pages == 3
     old = pool.prefix_slots(seq).tolist()
     new = pool.extend(seq, 1)
     assert drain(pool) == [(old[4:], pool.prefix_slots(seq)[4:6].tolist())]
     assert pool.prefix_slots(other).tolist() == old and new[0] // 4 != old[4] // 4
+    assert first.tolist() == old  # what was returned does not change with the prefix
     pool.extend(other, 1)  # the page is its own now
     assert pool.drain_moves() == [] and pool.prefix_slots(other)[:6].tolist() == old
 

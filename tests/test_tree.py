@@ -237,6 +237,9 @@ def test_nothing_grows_below_max_depth_until_an_advance_makes_room():
     assert tree.select(4) == [] and tree.select(4, shape="chain", chain_depth=9) == []
     with pytest.raises(ValueError, match="max_depth 2"):
         tree.add_children(b, [3], [0.5])
+    tree.mark_in_flight([b])
+    tree.unexpand(b)
+    assert tree.select(4) == []
     tree.advance([1])
     assert tree.select(4) == [b] and tree.depth(b) == 1
 
