@@ -13,8 +13,9 @@ The tensor side follows two rules, and then no data is lost however slots are re
 * Before a forward it drains and executes the moves, batch by batch in order, each batch gather (all sources)
   before scatter; only then the forward writes. So a slot freed by a commit may be handed out again before its
   move was executed: a later batch, or the forward, overwrites it only after the earlier batch has read it.
-* A forward writes what was extended or appended before that is committed or forked, since a move copies what
-  the slot holds.
+  Forwards that run later than planned run in the order of planning, and no drained batch is left out.
+* The forward that writes what was extended or appended is planned before that is committed or forked, since a
+  move copies what the slot holds.
 
 Nothing changes when an operation raises. Not thread-safe.
 """
