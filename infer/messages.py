@@ -1,9 +1,9 @@
 """The messages between engine and draft server: typed, versioned, small; token ids only, never logits.
 
 A frame is the msgpack array [version, message]; a message is a map with its `type`. Every message carries
-the request it is about (empty: the server itself) and a round. Each open and outcome of a request has a higher
-round than the one before and is answered by at most one block, unknown or error of the same round: the answer
-to a round that another one has overtaken is not sent. A lost or late message can only cost speed.
+the request it is about (empty: the server itself) and a round. Each open and outcome of a request has a
+higher round than the one before and is answered by at most one block, unknown or error of the same round: the
+answer to a round that another one has overtaken is not sent. A lost or late message can only cost speed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from foredraft.infer.params import SamplingParams, SpeculationParams
 from foredraft.infer.tree import Block, SpeculationTree
 
 VOCAB = 97
-MAX_POSITIONS = 200
+MAX_POSITIONS = 2000
 POISON = 96
 READY = messages.Ready(family="table", max_depth=16, max_positions=MAX_POSITIONS)
 

@@ -254,10 +254,10 @@ def test_requests_of_two_engines_do_not_meet(start: Callable[..., Peer]) -> None
 
 def test_context_too_long_is_refused(start: Callable[..., Peer]) -> None:
     peer = start()
-    answer = peer.open(tokens=[1] * 500)
+    answer = peer.open(tokens=[1] * 5000)
     assert isinstance(answer, messages.Error)
     assert answer.code == "refused"
-    assert "200 positions" in answer.text
+    assert "2000 positions" in answer.text
 
 
 def test_a_failing_job_ends_its_request_only(start: Callable[..., Peer]) -> None:
