@@ -89,7 +89,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny_model(
     tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Callable[..., Path]:
-    """`make_tiny_model(name, seed=0, **LlamaConfig fields)` writes a float32 model folder with the tokenizer."""
+    """`make_tiny_model(name, seed=0, **LlamaConfig fields)` writes a float32 model and its tokenizer."""
 
     def make(name: str, seed: int = 0, **overrides: object) -> Path:
         folder = tmp_path_factory.mktemp("models") / name
