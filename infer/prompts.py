@@ -94,6 +94,24 @@ def encode(prompt: Prompt, tokenizer: ChatTokenizer, *, raw: bool = False) -> li
     return token_ids
 
 
+def encode_all(
+    prompts: Sequence[Prompt], tokenizer: ChatTokenizer, *, raw: bool = False, max_tokens: int
+) -> list[list[int]]:
+    """`encode` of every prompt, so that one that cannot be decoded is found before the first one is.
+
+    Raises:
+        ValueError: as `encode`; a prompt of more than `max_tokens` tokens.
+    """
+    encoded = [encode(prompt, tokenizer, raw=raw) for prompt in prompts]
+    for prompt, token_ids in zip(prompts, encoded, strict=True):
+        if len(token_ids) > max_tokens:
+            raise ValueError(
+                f"prompt {prompt.id} has {len(token_ids)} tokens, expected at most {max_tokens}: the context"
+                " must also hold an answer; shorten it or use another target"
+            )
+    return encoded
+
+
 def draw_seed() -> int:
     """A random seed in [0, 2^64)."""
     return secrets.randbits(64)
