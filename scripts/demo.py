@@ -135,13 +135,13 @@ def table_row(result: dict[str, Any], report: dict[str, Any]) -> str:
 
 def circumstances(report: dict[str, Any], card: dict[str, Any], record: dict[str, Any]) -> str:
     """What the figures belong to: block, budget, prompts, machine, training, time."""
-    speculation = report["engine"]["speculation"]
+    spec, max_tokens = report["engine"]["speculation"], report["sampling"]["max_new_tokens"]
     seconds = ", ".join(f"{name} {stage['seconds']:.0f} s" for name, stage in record.items())
     return (
-        f"Block: {speculation['block']} of {speculation['block_nodes']} guesses; F = {speculation['fan_out']}; "
-        f"budget: {speculation['budget'] or 'until the outcome arrives'}; k = {speculation['k']}; "
-        f"on a miss: {speculation['on_miss']}.\n"
-        f"{report['num_prompts']} held-out prompts, {report['sampling']['max_new_tokens']} new tokens at most; "
+        f"Block: {spec['block']} of {spec['block_nodes']} guesses; F = {spec['fan_out']}; "
+        f"budget: {spec['budget'] or 'until the outcome arrives'}; k = {spec['k']}; "
+        f"on a miss: {spec['on_miss']}.\n"
+        f"{report['num_prompts']} held-out prompts, at most {max_tokens} new tokens each; "
         f"{report['dtype']}, {report['cores']} cores, {report['threads']} of them for the target.\n"
         f"Drafter trained on {card['training']['tokens']:,} response tokens. Stages: {seconds}."
     )
