@@ -1,0 +1,249 @@
+"""`foredraft bench`: the modes against each other on one loaded target, prompt by prompt, in rotating order.
+
+Every mode decodes every prompt with the same seed, `--repeats` times; a warm-up of each mode is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import typing
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from foredraft.infer.bench_summary import Case, Run, summarise
+from foredraft.infer.config import UserError, run_command, write_text_atomic
+from foredraft.infer.flags import (
+    SAMPLING_FLAGS,
+    FlagParser,
+    add_flags,
+    build_parser,
+    check_modes,
+    check_writable,
+    engine_config,
+    given,
+    load_engine,
+    unused_flags,
+    warn,
+)
+from foredraft.infer.params import MODES, EngineConfig, Mode, SamplingParams
+from foredraft.infer.prompts import Prompt, draw_seed, encode_all, file_sha256, line_seed, read_prompts
+
+if TYPE_CHECKING:
+    from foredraft.infer.engine import Engine
+
+WARM_UP_TOKENS = 16
+PACKAGES = ("foredraft", "torch", "transformers", "numpy")
+
+
+def parser() -> FlagParser:
+    """The flags of the command."""
+    flags = build_parser("bench", "Measure plain, synchronous and asynchronous decoding against each other.")
+    flags.add_argument(
+        "--prompts", required=True, metavar="FILE", help="JSONL with `messages` or `prompt` in every line"
+    )
+    flags.add_argument(
+        "--modes", type=parse_modes, metavar="M,M", help="default: all with a drafter, else plain"
+    )
+    flags.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="of every prompt in every mode (default: 3)"
+    )
+    flags.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    flags.add_argument("--raw", action="store_true", help="no chat template: continue the text as it is")
+    flags.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    flags.add_argument("--out", metavar="FILE", help="write the JSON there too")
+    sampling = flags.add_argument_group("sampling")
+    add_flags(sampling, SamplingParams, SAMPLING_FLAGS, skip=("temperature",))
+    sampling.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0], metavar="X", help="one or several (default: 0)"
+    )
+    return flags
+
+
+def parse_modes(text: str) -> list[Mode]:
+    """`async,plain` -> [plain, async]. Raises ArgumentTypeError for an unknown or repeated one."""
+    names = [name.strip() for name in text.split(",")]
+    modes: list[Mode] = [mode for mode in typing.get_args(Mode) if mode in names]
+    if len(modes) < len(names):
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(MODES)}, each once, got {text!r}")
+    return modes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the command; returns the exit code."""
+    return run_command(lambda: bench(sys.argv[1:] if argv is None else argv))
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Check the request, measure, report. Raises ValueError for the user's mistakes."""
+    args = parser().read(argv)
+    modes: list[Mode] = args.modes or list(MODES if "drafter" in args else MODES[:1])
+    config = check(args, modes)
+    prompts = read_prompts(args.prompts)[: args.limit]
+    base_seed = draw_seed() if "seed" not in args else args.seed
+    with load_engine(args, config, modes[-1]) as engine:
+        cases = make_cases(args, engine, prompts, base_seed)
+        runs = measure(engine, cases, modes, args.repeats)
+        environment = describe(engine, config)
+    report = {
+        "target": args.target,
+        "drafter": getattr(args, "drafter", None),
+        "prompts": args.prompts,
+        "prompts_sha256": file_sha256(args.prompts),
+        "num_prompts": len(prompts),
+        "repeats": args.repeats,
+        "seed": base_seed,
+        "sampling": given(args, [*SAMPLING_FLAGS, "raw"]),
+        **summarise(runs, modes, config),
+        **environment,
+    }
+    text = json.dumps(report, indent=2, ensure_ascii=False)
+    if args.out:
+        write_text_atomic(args.out, text + "\n")
+    if args.json:
+        print(text)
+    else:
+        print_table(report, config)
+    return 0
+
+
+def check(args: argparse.Namespace, modes: Sequence[Mode]) -> EngineConfig:
+    """The engine settings, once every flag is known to make sense."""
+    check_modes(args, modes)
+    check_writable("--out", args.out)
+    for name, least in (("repeats", 1), ("limit", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} must be at least {least}, got {value}")
+    config = engine_config(args)
+    for message in unused_flags(args, modes, config, args.temperature):
+        warn(message)
+    if "plain" not in modes:
+        warn("without mode plain there are no ratios and no comparison of outputs")
+    return config
+
+
+def make_cases(
+    args: argparse.Namespace, engine: Engine, prompts: Sequence[Prompt], base_seed: int
+) -> list[Case]:
+    """Every prompt at every temperature, encoded and seeded. Raises ValueError if one does not fit."""
+    sampling = SamplingParams(**given(args, SAMPLING_FLAGS.keys() - {"temperature", "seed"}))
+    limit = min(engine.target.model.max_positions, engine.target.model.max_tokens) - 1
+    encoded = encode_all(prompts, engine.target.tokenizer, raw=args.raw, max_tokens=limit)
+    return [
+        Case(
+            prompt,
+            ids,
+            dataclasses.replace(sampling, temperature=temperature, seed=line_seed(base_seed, prompt)),
+        )
+        for temperature in dict.fromkeys(args.temperature)
+        for prompt, ids in zip(prompts, encoded, strict=True)
+    ]
+
+
+def measure(engine: Engine, cases: Sequence[Case], modes: Sequence[Mode], repeats: int) -> list[Run]:
+    """Decode every case in every mode; the mode that goes first rotates, so that drift hits all alike."""
+    warm_up(engine, cases[0], modes)
+    runs: list[Run] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("bench", total=repeats * len(cases) * len(modes))
+        for repeat in range(repeats):
+            for number, case in enumerate(cases):
+                first = (repeat + number) % len(modes)
+                for mode in (*modes[first:], *modes[:first]):
+                    [completion] = engine.generate([case.token_ids], [case.params], mode=mode)
+                    runs.append(Run(mode, repeat, case, completion.token_ids, completion.request_stats))
+                    progress.advance(task)
+    return runs
+
+
+def warm_up(engine: Engine, case: Case, modes: Sequence[Mode]) -> None:
+    """Compile, load the drafter and start the server outside the measurement."""
+    params = dataclasses.replace(case.params, max_new_tokens=min(WARM_UP_TOKENS, case.params.max_new_tokens))
+    for mode in modes:
+        engine.generate([case.token_ids], [params], mode=mode)
+
+
+def describe(engine: Engine, config: EngineConfig) -> dict[str, Any]:
+    """The circumstances that a speed belongs to."""
+    return {
+        "dtype": str(engine.target.model.model.dtype).removeprefix("torch."),
+        "threads": engine.num_threads,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "machine": platform.platform(),
+        "versions": {"python": platform.python_version(), **dict(package_versions(PACKAGES))},
+        "engine": dataclasses.asdict(config),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def package_versions(names: Iterable[str]) -> Iterable[tuple[str, str | None]]:
+    """Installed versions; None for a package that is not installed."""
+    for name in names:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, None
+
+
+def print_table(report: dict[str, Any], config: EngineConfig) -> None:
+    """The report for people, on stdout."""
+    spec = config.speculation
+    table = Table(title=f"{report['num_prompts']} prompts x {report['repeats']} repeats, {report['dtype']}")
+    for name in (
+        "mode",
+        "T",
+        "tokens/s",
+        "vs plain (95 %)",
+        "tokens/verify",
+        "hit rate",
+        "waiting",
+        "same as plain",
+    ):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for result in report["results"]:
+        table.add_row(*table_row(result, report))
+    terminal = Console()
+    # a pipe has no width: never cut columns there
+    (terminal if terminal.is_terminal else Console(width=120)).print(table)
+    budget = spec.budget or "until the outcome arrives"
+    print(
+        f"block: {spec.block} of {spec.block_nodes} guesses; F = {spec.fan_out}; B = {budget}; k = {spec.k};"
+        f" lockstep {spec.lockstep or 'off'}; on miss: {spec.on_miss}; seed {report['seed']};"
+        f" {report['threads']} of {report['cores']} cores for the target"
+    )
+    for mode, outputs in report["identical_outputs"].items():
+        for divergence in outputs["first_divergences"]:
+            print(f"{mode} differs: {json.dumps(divergence)}")
+
+
+def table_row(result: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """One result as the cells of the table."""
+    mode, temperature, stats = result["mode"], result["temperature"], result["stats"]
+    ratio = next((r for r in report["ratios"].get(mode, []) if r["temperature"] == temperature), None)
+    same = report["identical_outputs"].get(mode)
+    low, high = ratio["interval"] if ratio else (0.0, 0.0)
+    return [
+        mode,
+        f"{temperature:g}",
+        f"{stats['tokens_per_second'] or 0:.1f}",
+        f"{ratio['ratio']:.2f} ({low:.2f} to {high:.2f})" if ratio else "-",
+        "-" if stats["tokens_per_verify"] is None else f"{stats['tokens_per_verify']:.2f}",
+        "-" if stats["hit_rate"] is None else f"{stats['hit_rate']:.2f}",
+        f"{stats['seconds_waiting_for_draft']:.1f} s",
+        f"{same['same']} of {same['of']}" if same else "-",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
