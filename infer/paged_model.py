@@ -1,0 +1,207 @@
+"""A Hugging Face causal LM on a paged KV pool: target and `lm` drafters alike.
+
+Every step runs in one static bucket of rows, every prefill step in one static chunk, whatever they hold: the
+    same rows have the same bits in
+plain, synchronous and asynchronous decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from foredraft.infer.attention import ATTENTION_NAME, PagedContext, ProbeContext, register
+from foredraft.infer.gguf import load_gguf
+from foredraft.infer.kv_pool import KVPool
+from foredraft.infer.kv_storage import KVStorage, LayerShape
+from foredraft.infer.params import EngineConfig
+from foredraft.infer.step_plan import Row, StepPlan, plan_prefill, plan_step
+from foredraft.kernels.tree_attention_ref import AttentionPlan
+
+DEFAULT_CONTEXT = 16384  # positions that the default pool holds at most
+
+
+class PagedModel:
+    """Model, pool bookkeeping and KV tensors.
+
+    `plan` and `plan_prefill` touch only bookkeeping, `run` only tensors, so two threads can share the work.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, num_lanes: int | None = None) -> None:
+        self.model = model.eval()
+        self.row_bucket = config.row_bucket
+        self.prefill_chunk = config.prefill_chunk
+        self.num_lanes = num_lanes or config.row_bucket
+        self.device = next(model.parameters()).device
+        layers = probe(model)
+        text_config = model.config.get_text_config()
+        self.vocab_size: int = text_config.vocab_size
+        self.max_positions: int = getattr(text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+        num_pages = config.num_pages or -(
+            -min(self.max_positions, DEFAULT_CONTEXT) // config.page_size
+        ) + 1 + self.suffix_pages(config)
+        self.pool = KVPool(num_pages, config.page_size)
+        self.storage = KVStorage(layers, num_pages * config.page_size, model.dtype, self.device)
+        self.max_tokens = (
+            num_pages - 1 - self.suffix_pages(config)
+        ) * config.page_size  # committed positions that fit
+        self.num_forwards = 0
+        self.num_prefill_chunks = 0
+
+    @staticmethod
+    def suffix_pages(config: EngineConfig) -> int:
+        """Pages kept for speculative suffixes: one full suffix and the block."""
+        return -(-256 // config.page_size) + 2
+
+    @classmethod
+    def load(
+        cls, source: str, config: EngineConfig, *, num_lanes: int | None = None, device: str | None = None
+    ) -> PagedModel:
+        """Load a Hub id or a local folder.
+
+        Raises:
+            ValueError: nothing to load there, or the family bypasses the attention interface.
+        """
+        return cls(load_causal_lm(source, config, device or config.device), config, num_lanes=num_lanes)
+
+    def plan(self, rows: Sequence[Row]) -> StepPlan:
+        """Bookkeeping of one step; rows with neither node nor position are appended to their prefix."""
+        for row in rows:
+            if row.node is None and row.position is None:
+                self.pool.extend(row.seq, 1)
+        return plan_step(self.pool, rows, self.row_bucket, self.num_lanes)
+
+    def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> Iterator[StepPlan]:
+        """Bookkeeping of a prefill, one plan a chunk; each extends the prefix when it is drawn.
+
+        Chunks end at multiples of `prefill_chunk`.
+        """
+        start = 0
+        while start < len(token_ids):
+            room = self.prefill_chunk - self.pool.num_committed(seq) % self.prefill_chunk
+            piece = token_ids[start : start + room]
+            self.pool.extend(seq, len(piece))
+            yield plan_prefill(self.pool, seq, piece, self.prefill_chunk)
+            start += len(piece)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        plan: StepPlan,
+        moves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+        keep_rows: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Run the model on one plan.
+
+        Args:
+            plan: from `plan` or `plan_prefill`.
+            moves: the pool's drained moves; applied first.
+            keep_rows: rows whose logits are wanted; None: the whole bucket goes through the head, the real
+                rows are returned.
+
+        Returns:
+            Logits float32 [rows, V].
+        """
+        self.storage.move(moves)
+        context = PagedContext(self.to_tensors(plan), self.storage)
+        output = self.model(
+            input_ids=self.tensor(plan.tokens)[None],
+            position_ids=self.tensor(plan.positions)[None],
+            use_cache=False,
+            logits_to_keep=0 if keep_rows is None else self.tensor(np.asarray(keep_rows)),
+            paged_context=context,
+        )
+        self.num_forwards += 1
+        logits_RV = output.logits[0]
+        return (logits_RV[: plan.num_rows] if keep_rows is None else logits_RV).float()
+
+    def prefill(self, seq: int, token_ids: Sequence[int]) -> torch.Tensor:
+        """Append tokens to the committed prefix; logits float32 [V] after the last one."""
+        if not token_ids:
+            raise ValueError("a prompt needs at least one token, got none")
+        for plan in self.plan_prefill(seq, token_ids):
+            logits_1V = self.run(plan, self.pool.drain_moves(), keep_rows=[plan.num_rows - 1])
+            self.num_prefill_chunks += 1
+        return logits_1V[0]
+
+    def step(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Run rows of any sequences at once; logits float32 [len(rows), V]."""
+        plan = self.plan(rows)
+        return self.run(plan, self.pool.drain_moves())
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        """An array of a plan on the model's device."""
+        return torch.from_numpy(array).to(self.device)
+
+    def to_tensors(self, plan: StepPlan) -> AttentionPlan:
+        """The attention part of a step plan on the model's device."""
+        return AttentionPlan(
+            write_slots_R=self.tensor(plan.write_slots),
+            item_slots_I64=self.tensor(plan.item_slots),
+            item_seq_I=self.tensor(plan.item_seq),
+            item_start_I=self.tensor(plan.item_start),
+            tail_mask_JL64=self.tensor(plan.tail_mask),
+            lane_rows_SL=self.tensor(plan.lane_rows),
+            lane_positions_SL=self.tensor(plan.lane_positions),
+            row_lane_R=self.tensor(plan.row_lane),
+            part_items_RP=self.tensor(plan.part_items),
+        )
+
+
+def load_causal_lm(source: str, config: EngineConfig, device: str) -> PreTrainedModel:
+    """A causal LM of transformers with our attention function.
+
+    Raises:
+        ValueError: no such folder or Hub model, an architecture without a causal LM.
+    """
+    register()
+    if source.endswith(".gguf") and not Path(source).is_file():
+        raise ValueError(f"no GGUF file at {source}")
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    options = {name: value for name, value in options.items() if value}
+    if source.endswith(".gguf"):
+        model = load_gguf(Path(source), None if config.dtype == "auto" else getattr(torch, config.dtype))
+        model.set_attn_implementation(ATTENTION_NAME)
+        return model.to(device)
+    try:
+        model_config = AutoConfig.from_pretrained(source, **options)
+        dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, config=model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, **options
+        )
+    except OSError as error:
+        raise ValueError(
+            f"no model at {source!r}: expected a folder with config.json, a .gguf file or a Hub id ({error})"
+        ) from error
+    return model.to(device)
+
+
+@torch.inference_mode()
+def probe(model: PreTrainedModel) -> dict[int, LayerShape]:
+    """Run one token and see that every layer calls the attention function with the step's context.
+
+    Returns:
+        What each layer stores of a token.
+
+    Raises:
+        ValueError: the family bypasses the attention interface, so it cannot be decoded here.
+    """
+    context = ProbeContext()
+    family = model.config.model_type
+    refusal = (
+        f"model family {family!r} cannot be decoded: expected every layer to call transformers' attention "
+        "interface with the step's context"
+    )
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=0, paged_context=context)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{refusal}; found {type(error).__name__}: {error}") from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(context.layers) != list(range(num_layers)):
+        raise ValueError(f"{refusal}; found {len(context.layers)} of {num_layers} layers that do")
+    return context.layers

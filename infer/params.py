@@ -1,0 +1,124 @@
+"""What a user can ask of a decode: sampling, speculation and engine settings, validated once, then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+MODES = ("plain", "sync", "async")
+Mode = Literal["plain", "sync", "async"]
+BlockShape = Literal["chain", "tree"]
+MissPolicy = Literal["wait", "ngram", "plain"]
+ExpandPolicy = Literal["confidence", "confidence-q"]
+
+
+def require(condition: bool, name: str, expected: str, found: object) -> None:
+    """Raise a ValueError that names the setting, what it must be and what was given."""
+    if not condition:
+        raise ValueError(f"{name} must be {expected}, got {found!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the target's token is chosen from its logits, and when a completion ends.
+
+    The same values with the same seed give the same tokens in every mode (Gumbel coupling; see
+    kernels/coupled_sample_ref.py).
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # None: a random one is drawn and returned
+    choice: int = 0  # index of the completion when several are drawn from one seed
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
+        require(0.0 <= self.temperature < 100.0, "temperature", "in [0, 100)", self.temperature)
+        require(self.top_k >= 0, "top_k", "0 (off) or positive", self.top_k)
+        require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
+        require(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
+        require(self.repetition_penalty > 0.0, "repetition_penalty", "positive", self.repetition_penalty)
+        require(self.seed is None or 0 <= self.seed < 2**64, "seed", "in [0, 2^64)", self.seed)
+        require(0 <= self.choice < 2**32, "choice", "in [0, 2^32)", self.choice)
+        require(all(self.stop), "stop", "non-empty strings", self.stop)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationParams:
+    """How the drafter guesses: shape and size of the block, expansions per round, what happens on a miss."""
+
+    k: int = 4  # drafter forwards a round in sync mode and after a waited miss; depth of a chain
+    block: BlockShape = "tree"
+    block_nodes: int = 7  # guesses in a block; with the root it fills a bucket of 8 rows
+    fan_out: int = 8  # children kept per expanded node (F)
+    budget: int = 0  # nodes expanded during one verification; 0: until the outcome arrives
+    policy: ExpandPolicy = "confidence"
+    on_miss: MissPolicy = "ngram"
+    draft_timeout_ms: float = 0.0  # bound of a wait for the draft server; 0: twice the median verify time
+    lockstep: int = 0  # exactly this many expansions a round, then the answer; 0: free running
+
+    def __post_init__(self) -> None:
+        require(1 <= self.k <= 64, "k", "in 1..64", self.k)
+        require(self.block in ("chain", "tree"), "block", "chain or tree", self.block)
+        require(1 <= self.block_nodes <= 255, "block_nodes", "in 1..255", self.block_nodes)
+        require(1 <= self.fan_out <= 64, "fan_out", "in 1..64", self.fan_out)
+        require(self.budget >= 0, "budget", "0 (no limit) or positive", self.budget)
+        require(
+            self.policy in ("confidence", "confidence-q"), "policy", "confidence or confidence-q", self.policy
+        )
+        require(self.on_miss in ("wait", "ngram", "plain"), "on_miss", "wait, ngram or plain", self.on_miss)
+        require(
+            self.draft_timeout_ms >= 0, "draft_timeout_ms", "0 (automatic) or positive", self.draft_timeout_ms
+        )
+        require(0 <= self.lockstep <= 64, "lockstep", "in 0..64", self.lockstep)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Where and how the models run. What changes numerical results is here, so that all modes share it."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    draft_device: str = "cpu"
+    threads: int = (
+        0  # of the target; 0: all cores but those of the draft server, at least one, the same in every mode
+    )
+    draft_threads: int = 1
+    row_bucket: int = 8  # rows of every target step; padding rows write to scratch
+    prefill_chunk: int = 64  # tokens of a prefill step, aligned to absolute position
+    page_size: int = 64  # tokens of a KV page
+    num_pages: int = 0  # 0: enough for one context of the model's length, at most 16384 tokens
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_target_mismatch: bool = False
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+
+    def __post_init__(self) -> None:
+        require(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "dtype",
+            "auto, float32, bfloat16 or float16",
+            self.dtype,
+        )
+        require(self.threads >= 0, "threads", "0 (automatic) or positive", self.threads)
+        require(self.draft_threads >= 1, "draft_threads", "at least 1", self.draft_threads)
+        require(2 <= self.row_bucket <= 256, "row_bucket", "in 2..256", self.row_bucket)
+        require(
+            self.prefill_chunk % 64 == 0 and self.prefill_chunk > 0,
+            "prefill_chunk",
+            "a multiple of 64",
+            self.prefill_chunk,
+        )
+        require(
+            16 <= self.page_size <= 256 and self.page_size & (self.page_size - 1) == 0,
+            "page_size",
+            "a power of two in 16..256",
+            self.page_size,
+        )
+        require(self.num_pages >= 0, "num_pages", "0 (automatic) or positive", self.num_pages)
