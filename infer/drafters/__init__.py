@@ -1,0 +1,94 @@
+"""Drafter families. A family is one file: how it is loaded, how it turns rows of a tree into candidates."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from foredraft.infer.drafter_card import read_drafter_card
+from foredraft.infer.params import EngineConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from foredraft.infer.kv_pool import KVPool
+    from foredraft.infer.sampler import CoupledSampler
+    from foredraft.infer.step_plan import Row, StepPlan
+
+FAMILIES = {"lm": "foredraft.infer.drafters.lm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best guesses after each row: F target ids by descending score, each with its probability."""
+
+    tokens: list[list[int]]
+    probs: list[list[float]]
+
+
+class Drafter(Protocol):
+    """What the speculator needs of a family. Planning touches bookkeeping only, running tensors only."""
+
+    max_depth: int
+    max_positions: int
+    row_bucket: int
+    pool: KVPool
+
+    def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> StepPlan:
+        """Plan the next chunk of certain tokens; at most `prefill_room(seq)` of them."""
+        ...
+
+    def prefill_room(self, seq: int) -> int:
+        """Tokens that the next prefill chunk can take."""
+        ...
+
+    def plan_rows(self, rows: Sequence[Row]) -> StepPlan:
+        """Plan one batched step."""
+        ...
+
+    def prefill(self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Run a planned chunk."""
+        ...
+
+    def expand(
+        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], want: Wanted
+    ) -> Candidates:
+        """Run planned rows; candidates of the last `len(want.positions)` ones."""
+        ...
+
+    def sampler(self, params: object) -> CoupledSampler:
+        """A request's coupled choice over the family's vocabulary."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to draw from the logits of a step's last rows."""
+
+    sampler: CoupledSampler
+    positions: list[int]  # absolute position of the token that each row guesses
+    seen: list[list[int]]  # tokens before it; empty without a repetition penalty
+    fan_out: int
+    raw_probabilities: bool  # policy confidence-q
+
+
+def load_drafter(source: str, config: EngineConfig) -> Drafter:
+    """Load a drafter by the family in its foredraft.json; a plain Hugging Face causal LM is an `lm` drafter.
+
+    Args:
+        source: a folder, or a Hub id of a plain causal LM.
+        config: its draft_device and dtype are used.
+
+    Raises:
+        ValueError: nothing there, or a family that this version does not know.
+    """
+    card = read_drafter_card(source) if Path(source).is_dir() else None
+    family = card.family if card else "lm"
+    if family not in FAMILIES:
+        raise ValueError(
+            f"drafter {source} is of family {family!r}; this version knows {', '.join(FAMILIES)}"
+        )
+    return importlib.import_module(FAMILIES[family]).load(source, card, config)

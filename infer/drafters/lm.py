@@ -1,0 +1,124 @@
+"""Family `lm`: an independent causal LM with the target's tokenizer, on its own paged KV pool.
+
+The folder keeps a full-width head, so that any tool can load it; here the head is cut to the draft vocabulary
+at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from foredraft.infer.drafter_card import DrafterCard
+from foredraft.infer.drafters import Candidates, Wanted
+from foredraft.infer.kv_pool import KVPool
+from foredraft.infer.paged_model import PagedModel
+from foredraft.infer.params import EngineConfig, SamplingParams
+from foredraft.infer.sampler import CoupledSampler
+from foredraft.infer.step_plan import Row, StepPlan, plan_prefill
+
+DEFAULT_MAX_DEPTH = 64
+
+
+class LMDrafter:
+    """Drafts with a causal LM; candidates are the best perturbed scores over its (reduced) vocabulary."""
+
+    def __init__(self, model: PagedModel, draft_vocab_C: torch.Tensor | None, max_depth: int) -> None:
+        self.model = model
+        self.token_ids_C = draft_vocab_C
+        self.max_depth = max_depth
+        if draft_vocab_C is not None:
+            keep_head_rows(model.model, draft_vocab_C)
+
+    @property
+    def pool(self) -> KVPool:
+        """Bookkeeping of the drafter's own KV."""
+        return self.model.pool
+
+    @property
+    def row_bucket(self) -> int:
+        """Rows of a step."""
+        return self.model.row_bucket
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context."""
+        return self.model.max_positions
+
+    def sampler(self, params: SamplingParams) -> CoupledSampler:
+        """A request's coupled choice over the draft vocabulary."""
+        return CoupledSampler(params, self.model.vocab_size, self.token_ids_C)
+
+    def prefill_room(self, seq: int) -> int:
+        """Tokens up to the next multiple of the prefill chunk."""
+        return self.model.prefill_chunk - self.pool.num_committed(seq) % self.model.prefill_chunk
+
+    def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> StepPlan:
+        """Append certain tokens to the prefix and plan their chunk."""
+        self.pool.extend(seq, len(token_ids))
+        return plan_prefill(self.pool, seq, token_ids, self.model.prefill_chunk)
+
+    def plan_rows(self, rows: Sequence[Row]) -> StepPlan:
+        """Plan one batched step."""
+        return self.model.plan(rows)
+
+    def prefill(self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Run a planned chunk; nothing is guessed from it."""
+        self.model.run(plan, moves, keep_rows=[plan.num_rows - 1])
+
+    @torch.inference_mode()
+    def expand(
+        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], want: Wanted
+    ) -> Candidates:
+        """Run planned rows and guess after the last `len(want.positions)` of them.
+
+        A candidate's probability is the softmax of the perturbed scores at unit scale (`confidence`), or of
+        the raw logits (`confidence-q`), over the draft vocabulary.
+        """
+        logits_RC = self.model.run(plan, moves)[plan.num_rows - len(want.positions) :]
+        scores_RC = want.sampler.scores(logits_RC, want.positions, want.seen)
+        best = scores_RC.topk(min(want.fan_out, scores_RC.shape[1]), -1)
+        belief_RC = logits_RC if want.raw_probabilities else scores_RC
+        probs_RF = (belief_RC.gather(1, best.indices) - belief_RC.logsumexp(-1, keepdim=True)).exp()
+        tokens_RF = best.indices if self.token_ids_C is None else self.token_ids_C[best.indices]
+        kept_RF = best.values > -torch.inf
+        return Candidates(
+            [row[keep].tolist() for row, keep in zip(tokens_RF, kept_RF, strict=True)],
+            [row[keep].tolist() for row, keep in zip(probs_RF, kept_RF, strict=True)],
+        )
+
+
+def keep_head_rows(model: torch.nn.Module, token_ids_C: torch.Tensor) -> None:
+    """Replace the output head by its rows of the draft vocabulary."""
+    head = model.get_output_embeddings()
+    with torch.device("meta"):
+        cut = torch.nn.Linear(head.in_features, len(token_ids_C), bias=head.bias is not None)
+    cut.weight = torch.nn.Parameter(head.weight[token_ids_C].clone(), requires_grad=False)
+    if head.bias is not None:
+        cut.bias = torch.nn.Parameter(head.bias[token_ids_C].clone(), requires_grad=False)
+    model.set_output_embeddings(cut)
+
+
+def load(source: str, card: DrafterCard | None, config: EngineConfig) -> LMDrafter:
+    """Load the family from a folder or a Hub id.
+
+    Raises:
+        ValueError: no model there, or a draft vocabulary that does not fit it.
+    """
+    model = PagedModel.load(source, config, device=config.draft_device)
+    if card is None or card.draft_vocab is None:
+        return LMDrafter(model, None, card.max_depth if card else DEFAULT_MAX_DEPTH)
+    path = Path(source) / card.draft_vocab
+    if not path.is_file():
+        raise ValueError(
+            f"drafter {source} names the draft vocabulary {card.draft_vocab}, which is not there"
+        )
+    token_ids_C = load_file(path)["d2t"].to(model.device)
+    if token_ids_C.ndim != 1 or int(token_ids_C.min()) < 0 or int(token_ids_C.max()) >= model.vocab_size:
+        found = f"{tuple(token_ids_C.shape)} up to {int(token_ids_C.max())}"
+        raise ValueError(f"{path}: expected target ids in 0..{model.vocab_size - 1}, found {found}")
+    return LMDrafter(model, token_ids_C, card.max_depth)

@@ -1,0 +1,291 @@
+"""One speculation tree a request, driven by a drafter: what draft server and synchronous engine both run.
+
+Planning and merging touch bookkeeping only; `run` touches tensors only. So an I/O thread can answer outcomes
+while a worker thread runs the planned jobs in order: a job writes the KV of its rows, moves decided later are
+applied by later jobs, and results of nodes that have gone are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from foredraft.infer.drafters import Candidates, Drafter, Wanted
+from foredraft.infer.kv_pool import PoolExhausted
+from foredraft.infer.params import SamplingParams, SpeculationParams
+from foredraft.infer.sampler import CoupledSampler
+from foredraft.infer.step_plan import Row, StepPlan
+from foredraft.infer.tree import Advance, Block, SpeculationTree
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Planned work of one request: a chunk of its prompt, or rows whose candidates grow its tree."""
+
+    request_id: str
+    kind: Literal["prefill", "expand"]
+    plan: StepPlan
+    moves: list[tuple[np.ndarray, np.ndarray]]
+    nodes: list[int]  # tree nodes expanded; none in a prefill
+    want: Wanted | None
+
+    @property
+    def num_rows(self) -> int:
+        """Real rows of the step."""
+        return self.plan.num_rows
+
+
+@dataclass(slots=True)
+class Session:
+    """State of one request on the drafter's side."""
+
+    tokens: list[int]  # all settled tokens; the last is the tree's root
+    seq: int
+    tree: SpeculationTree
+    sampler: CoupledSampler
+    params: SpeculationParams
+    pending: list[int]  # settled tokens before the root whose KV is not planned yet
+    kv_nodes: dict[int, int] = field(
+        default_factory=dict
+    )  # tree node -> pool node, for nodes whose KV is there or in flight
+    block_nodes: set[int] = field(default_factory=set)  # of the block being verified
+    num_spent: int = 0  # nodes expanded outside the block since the last outcome
+    evicted: set[int] = field(default_factory=set)
+    num_expansions: int = 0
+    num_recomputed: int = 0
+
+    @property
+    def root_position(self) -> int:
+        """Absolute position of the root."""
+        return len(self.tokens) - 1
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether more outcomes may be prepared before the next one arrives."""
+        return self.params.budget == 0 or self.num_spent < self.params.budget
+
+
+class Speculator:
+    """One drafter, many requests.
+
+    Args:
+        drafter: any family.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.sessions: dict[str, Session] = {}
+
+    def open(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        params: SpeculationParams,
+        max_tokens: int | None = None,
+    ) -> None:
+        """Start (or restart) a request.
+
+        Args:
+            request_id: unique name.
+            tokens: all token ids so far; the last is the root.
+            sampling: with a seed.
+            params: block shape and fan-out.
+            max_tokens: tokens that may still follow; None: max_new_tokens of `sampling`.
+
+        Raises:
+            ValueError: the context does not fit the drafter.
+            PoolExhausted: no KV pages left.
+        """
+        self.close(request_id)
+        limit = self.drafter.max_positions
+        max_tokens = sampling.max_new_tokens if max_tokens is None else max_tokens
+        if len(tokens) + max_tokens > limit:
+            raise ValueError(
+                f"the drafter holds {limit} positions, the request needs {len(tokens)} + {max_tokens}; "
+                "lower max_new_tokens or use a drafter with a longer context"
+            )
+        self.sessions[request_id] = Session(
+            tokens=list(tokens),
+            seq=self.drafter.pool.begin(),
+            tree=SpeculationTree(tokens[-1], max_depth=self.drafter.max_depth),
+            sampler=self.drafter.sampler(sampling),
+            params=params,
+            pending=list(tokens[:-1]),
+        )
+
+    def close(self, request_id: str) -> None:
+        """Forget a request; unknown ones are ignored."""
+        session = self.sessions.pop(request_id, None)
+        if session is not None:
+            self.drafter.pool.free(session.seq)
+
+    def advance(
+        self, request_id: str, base_position: int, settled: Sequence[int]
+    ) -> Literal["hit", "leaf", "miss"]:
+        """Re-root at a verification outcome. Bookkeeping only.
+
+        Args:
+            request_id: an open request.
+            base_position: absolute position of settled[0].
+            settled: accepted guesses and the bonus token.
+
+        Raises:
+            KeyError: unknown request, or an outcome that does not follow the last one; the engine opens it
+                again.
+        """
+        session = self.sessions[request_id]
+        if base_position != len(session.tokens) or not settled:
+            raise KeyError(
+                f"outcome at {base_position} does not follow position {session.root_position} of {request_id}"
+            )
+        root_token = session.tokens[-1]
+        outcome = session.tree.advance(list(settled))
+        self.commit(session, outcome, [root_token, *settled[:-1]])
+        session.tokens.extend(settled)
+        session.block_nodes, session.num_spent = set(), 0
+        return outcome.kind
+
+    def commit(self, session: Session, outcome: Advance, newly_settled: list[int]) -> None:
+        """Move the settled path's KV into the prefix, keep the surviving subtree's, note what has none.
+
+        `newly_settled`: the old root and all settled tokens but the new root.
+        """
+        path = [session.kv_nodes[node] for node in outcome.path if node in session.kv_nodes]
+        kept = {node: kv for node, kv in session.kv_nodes.items() if node in outcome.survivors}
+        try:
+            self.drafter.pool.commit(session.seq, path, list(kept.values()))
+        except PoolExhausted:  # the subtree is in the way of the prefix: it is computed again
+            self.drafter.pool.commit(session.seq, path)
+            session.evicted.update(kept)
+            kept = {}
+            session.tree.unexpand(session.tree.root)
+        session.kv_nodes = kept
+        session.pending.extend(newly_settled[len(path) :])
+        session.evicted &= outcome.survivors
+
+    def block(self, request_id: str) -> Block:
+        """The most probable guesses that are ready; empty where there are none."""
+        session = self.sessions[request_id]
+        params = session.params
+        size = params.block_nodes if params.block == "tree" else min(params.k, params.block_nodes)
+        block = session.tree.block(size, params.block)
+        session.block_nodes = {session.tree.root, *block.nodes}
+        return block
+
+    def next_job(self, request_id: str | None = None) -> Job | None:
+        """Plan the best work: prompts first, then the request with the most probable node; None without.
+
+        Bookkeeping only; the jobs must be run in the order in which they were planned.
+        """
+        wanted = [request_id] if request_id is not None else list(self.sessions)
+        for name in wanted:
+            if self.sessions[name].pending:
+                return self.plan_pending(name, self.sessions[name])
+        ranked = []
+        for name in wanted:
+            session = self.sessions[name]
+            first = self.select(session, 1) if session.has_budget else []
+            if first:
+                ranked.append((session.tree.path_prob(first[0]), name))
+        for _, name in sorted(ranked, reverse=True):
+            job = self.plan_expansion(name, self.sessions[name])
+            if job is not None:
+                return job
+        return None
+
+    def select(self, session: Session, width: int) -> list[int]:
+        """The most probable nodes that can be expanded within the drafter's context."""
+        nodes = session.tree.select(width, shape=session.params.block, chain_depth=session.params.k)
+        room = self.drafter.max_positions - session.root_position
+        return [node for node in nodes if session.tree.depth(node) < room]
+
+    def plan_pending(self, request_id: str, session: Session) -> Job | None:
+        """Settled tokens without KV: the prompt, or what a miss brought."""
+        chunk = session.pending[: self.drafter.prefill_room(session.seq)]
+        try:
+            plan = self.drafter.plan_prefill(session.seq, chunk)
+        except PoolExhausted:
+            return None
+        del session.pending[: len(chunk)]
+        return Job(request_id, "prefill", plan, self.drafter.pool.drain_moves(), [], None)
+
+    def plan_expansion(self, request_id: str, session: Session) -> Job | None:
+        """The best leaves of one request as one batched step."""
+        tree, pool = session.tree, self.drafter.pool
+        nodes = self.select(session, self.drafter.row_bucket)
+        parents = [None if node == tree.root else session.kv_nodes[tree.parent(node)] for node in nodes]
+        try:
+            appended = pool.append(session.seq, parents, [tree.path_prob(node) for node in nodes])
+        except PoolExhausted:
+            return None
+        self.forget_evicted(session, appended.evicted)
+        session.kv_nodes.update(zip(nodes, appended.nodes, strict=True))
+        session.num_recomputed += len(session.evicted.intersection(nodes))
+        session.num_expansions += 1
+        session.num_spent += sum(node not in session.block_nodes for node in nodes)
+        tree.mark_in_flight(nodes)
+        rows = [
+            Row(session.seq, tree.token(node), kv) for node, kv in zip(nodes, appended.nodes, strict=True)
+        ]
+        want = Wanted(
+            sampler=session.sampler,
+            positions=[session.root_position + tree.depth(node) + 1 for node in nodes],
+            seen=[session.tokens + self.path_tokens(tree, node) for node in nodes]
+            if session.sampler.needs_seen
+            else [[] for _ in nodes],
+            fan_out=session.params.fan_out,
+            raw_probabilities=session.params.policy == "confidence-q",
+        )
+        return Job(request_id, "expand", self.drafter.plan_rows(rows), pool.drain_moves(), nodes, want)
+
+    @staticmethod
+    def path_tokens(tree: SpeculationTree, node: int) -> list[int]:
+        """Tokens from below the root to the node."""
+        tokens = []
+        while (parent := tree.parent(node)) is not None:
+            tokens.append(tree.token(node))
+            node = parent
+        return tokens[::-1]
+
+    @staticmethod
+    def forget_evicted(session: Session, evicted: list[int]) -> None:
+        """Make leaves of the nodes whose KV was given up."""
+        gone = set(evicted)
+        for node in [node for node, kv in session.kv_nodes.items() if kv in gone]:
+            del session.kv_nodes[node]
+            session.tree.unexpand(node)
+            session.evicted.add(node)
+
+    def run(self, job: Job) -> Candidates | None:
+        """Run a job's tensors; the only method that a worker thread calls."""
+        if job.want is None:
+            self.drafter.prefill(job.plan, job.moves)
+            return None
+        return self.drafter.expand(job.plan, job.moves, job.want)
+
+    def merge(self, job: Job, candidates: Candidates | None) -> None:
+        """Hang a job's candidates below their nodes; those of nodes or requests that are gone are dropped."""
+        session = self.sessions.get(job.request_id)
+        if session is None or candidates is None:
+            return
+        for node, tokens, probs in zip(job.nodes, candidates.tokens, candidates.probs, strict=True):
+            if node in session.tree and node in session.kv_nodes:
+                session.tree.add_children(node, tokens, probs)
+
+    def expand(self, request_id: str, times: int) -> int:
+        """Plan, run and merge `times` expansions in place, prefill steps not counted; the forwards done."""
+        num_forwards = num_expansions = 0
+        while num_expansions < times and (job := self.next_job(request_id)) is not None:
+            self.merge(job, self.run(job))
+            num_forwards += 1
+            num_expansions += job.kind == "expand"
+        return num_forwards
+
+    def stats(self, request_id: str) -> dict[str, int]:
+        """Counters of one request."""
+        session = self.sessions[request_id]
+        return {"draft_expansions": session.num_expansions, "draft_tokens_recomputed": session.num_recomputed}
