@@ -1,0 +1,315 @@
+"""The engine: one loaded target, three ways to decode with it, one text.
+
+    prefill -> first token -> rounds of (guess, verify, settle) -> completion
+
+Every round is one target step over the root and a block of guesses. Plain decoding is the same loop with
+empty blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from foredraft.infer.drafter_card import check_drafter, read_drafter_card
+from foredraft.infer.drafters import load_drafter
+from foredraft.infer.guessers import Guess, Guesser, PlainGuesser, SyncGuesser
+from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
+from foredraft.infer.params import MODES, EngineConfig, Mode, SamplingParams
+from foredraft.infer.prompts import Message, Prompt, draw_seed, encode
+from foredraft.infer.remote_guesser import RemoteGuesser
+from foredraft.infer.request import Completion, Request
+from foredraft.infer.sampler import CoupledSampler
+from foredraft.infer.speculator import Speculator
+from foredraft.infer.statistics import RequestStats, RoundRecord
+from foredraft.infer.step_plan import Row
+from foredraft.infer.stopping import StopChecker
+from foredraft.infer.target import Target, load_tokenizer
+from foredraft.infer.trace import Trace
+from foredraft.infer.verify import depths, paths, prune, walk
+
+PromptLike = str | Sequence[Message] | Sequence[int]  # one user turn, a conversation, or token ids
+
+
+class Engine:
+    """Decodes prompts with one target, alone or with a drafter; a context manager, as it may own a server.
+
+    Args:
+        target: loaded target.
+        drafter: folder or Hub id; needed for the modes sync and async.
+        mode: default mode of `generate` and `stream`.
+        config: engine settings.
+        trace: file for a Perfetto trace, written by `close`.
+
+    Raises:
+        ValueError: mode without drafter, drafter of another tokenizer or target.
+    """
+
+    def __init__(
+        self, target: Target, drafter: str | None, mode: Mode, config: EngineConfig, trace: Path | None = None
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.mode = mode
+        self.config = config
+        self.trace_path = trace
+        self.trace = Trace("engine", is_on=trace is not None)
+        self.guessers: dict[Mode, Guesser] = {"plain": PlainGuesser()}
+        self.request_ids = itertools.count()
+        if drafter is not None:
+            self.check_drafter(drafter)
+        self.check_mode(mode)
+        torch.set_num_threads(self.num_threads)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str,
+        drafter: str | None = None,
+        *,
+        mode: Mode = "async",
+        config: EngineConfig | None = None,
+        trace: Path | None = None,
+    ) -> Self:
+        """Load a target (Hub id, folder or `.gguf`) and name its drafter; errors as for the class."""
+        config = config or EngineConfig()
+        return cls(Target.load(target, config), drafter, mode, config, trace)
+
+    @property
+    def tokenizer(self) -> object:
+        """The target's tokenizer."""
+        return self.target.tokenizer
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the target: the same in every mode, since they may change the last bits."""
+        return self.config.threads or max(1, len(os.sched_getaffinity(0)) - self.config.draft_threads)
+
+    def check_drafter(self, drafter: str) -> None:
+        """Refuse a drafter that does not belong to the target."""
+        expected = tokenizer_sha256(self.target.tokenizer)
+        card = read_drafter_card(drafter)
+        if card is not None:
+            check_drafter(
+                card, self.target.identity, expected, allow_target_mismatch=self.config.allow_target_mismatch
+            )
+        else:
+            found = tokenizer_sha256(load_tokenizer(drafter, self.config))
+            check_tokenizer(found, expected, "the drafter", self.target.source)
+
+    def check_mode(self, mode: str) -> None:
+        """Raise ValueError for an unknown mode, or one that lacks its drafter."""
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if mode != "plain" and self.drafter is None:
+            raise ValueError(f"mode {mode} needs a drafter; give one or use mode plain")
+
+    def generate(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        mode: Mode | None = None,
+        raw: bool = False,
+    ) -> list[Completion]:
+        """Decode prompts one after another.
+
+        Args:
+            prompts: each a string (one user turn, or plain text with `raw`), a list of messages, or token
+                ids.
+            params: for all prompts, or one each. A prompt without a seed draws one.
+            mode: plain, sync or async; None: the engine's.
+            raw: take strings as they are, without the chat template.
+
+        Raises:
+            ValueError: a prompt that is empty or too long, an unknown mode.
+        """
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"expected one SamplingParams a prompt, got {len(params)} for {len(prompts)} prompts"
+            )
+        completions = []
+        for prompt, one in zip(prompts, params, strict=True):
+            *_, completion = self.stream(prompt, one, mode=mode, raw=raw)
+            completions.append(completion)
+        return completions
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        mode: Mode | None = None,
+        raw: bool = False,
+    ) -> Iterator[str | Completion]:
+        """Yield text as it is settled, then the `Completion`. Arguments and errors as for `generate`."""
+        mode = mode or self.mode
+        self.check_mode(mode)
+        request = self.admit(self.encode(prompt, raw=raw), params or SamplingParams(), mode)
+        try:
+            yield from self.decode(request, self.guesser(mode))
+        finally:
+            self.target.model.pool.free(request.seq)
+        yield self.complete(request)
+
+    def encode(self, prompt: PromptLike, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt in any of its forms."""
+        if isinstance(prompt, str):
+            return encode(Prompt.from_text(prompt), self.target.tokenizer, raw=raw)
+        if prompt and isinstance(prompt[0], int):
+            return [int(token) for token in prompt]
+        return encode(Prompt(id="messages", messages=tuple(prompt)), self.target.tokenizer, raw=raw)
+
+    def admit(self, token_ids: list[int], params: SamplingParams, mode: Mode) -> Request:
+        """Check that a prompt fits and give it a seed and an empty sequence."""
+        model = self.target.model
+        limit = min(model.max_positions, model.max_tokens)
+        if not 0 < len(token_ids) < limit:
+            raise ValueError(
+                f"a prompt must have 1..{limit - 1} tokens to leave room for an answer, got {len(token_ids)}"
+            )
+        if params.seed is None:
+            params = replace(params, seed=draw_seed())
+        return Request(
+            id=str(next(self.request_ids)),
+            num_prompt=len(token_ids),
+            tokens=list(token_ids),
+            params=params,
+            seq=model.pool.begin(),
+            sampler=CoupledSampler(params, model.vocab_size),
+            stopping=StopChecker(self.target.tokenizer, self.target.eos_ids, params),
+            stats=RequestStats(mode),
+            max_tokens=min(params.max_new_tokens, limit - len(token_ids)),
+        )
+
+    def decode(self, request: Request, guesser: Guesser) -> Iterator[str]:
+        """Prefill, then rounds until the request ends; yields text deltas."""
+        guesser.prepare(request)
+        try:
+            self.prefill(request)
+            yield request.stopping.text_delta()
+            if self.is_finished(request):
+                return
+            started = time.perf_counter()
+            guesser.open(request)
+            while not self.is_finished(request):
+                self.round(request, guesser)
+                request.stats.seconds_decode = time.perf_counter() - started
+                yield request.stopping.text_delta()
+        finally:
+            request.stats.draft_tokens_recomputed = guesser.close(request)
+
+    def prefill(self, request: Request) -> None:
+        """Run the prompt and choose the first token."""
+        model, started = self.target.model, time.perf_counter()
+        num_chunks = model.num_prefill_chunks
+        with self.trace.span("prefill", request=request.id, tokens=request.num_prompt):
+            logits_V = model.prefill(request.seq, request.tokens)
+            first = request.sampler.choose(logits_V[None], [request.num_prompt], [request.tokens])
+        self.settle(request, first)
+        request.stats.prefill_chunks = model.num_prefill_chunks - num_chunks
+        request.stats.seconds_prefill = time.perf_counter() - started
+
+    def round(self, request: Request, guesser: Guesser) -> None:
+        """Guess, verify, settle."""
+        started = time.perf_counter()
+        guess = guesser.guess(request)
+        waited = time.perf_counter()
+        with self.trace.span("verify", request=request.id):
+            guess, settled = self.verify(request, guess)
+        request.stats.seconds_waiting_for_draft += waited - started
+        request.stats.seconds_verify += time.perf_counter() - waited
+        num_kept = self.settle(request, settled)
+        if not self.is_finished(request):
+            guesser.outcome(request, settled)
+        request.stats.add_round(
+            RoundRecord(
+                block_depth=max(depths(guess.block), default=0),
+                accepted=len(settled) - 1,
+                emitted=num_kept,
+                outcome=guess.outcome,
+                source=guess.source,
+            )
+        )
+
+    def verify(self, request: Request, guess: Guess) -> tuple[Guess, list[int]]:
+        """One target step over the root and the block; commits the accepted path.
+
+        Returns:
+            The guess as it was verified (cut to what can be used) and the settled tokens.
+        """
+        model = self.target.model
+        block = prune(guess.block, request.num_remaining - 1, model.vocab_size, model.row_bucket - 1)
+        parents = [None, *(-1 - (parent + 1) for parent in block.parents)]
+        nodes = model.pool.append(request.seq, parents).nodes
+        tokens = [request.tokens[-1], *block.tokens]
+        logits_RV = model.step(
+            [Row(request.seq, token, node) for token, node in zip(tokens, nodes, strict=True)]
+        )
+        positions = [request.root_position + 1 + depth for depth in [0, *depths(block)]]
+        seen = [request.tokens + path for path in [[], *paths(block)]] if request.sampler.needs_seen else []
+        verdict = walk(block, request.sampler.choose(logits_RV, positions, seen))
+        model.pool.commit(request.seq, [nodes[0], *(nodes[index + 1] for index in verdict.accepted)])
+        return replace(guess, block=block), verdict.settled
+
+    def settle(self, request: Request, tokens: list[int]) -> int:
+        """Append settled tokens up to the end of the completion; the number kept."""
+        num_kept = request.stopping.feed(tokens).num_kept
+        request.tokens.extend(tokens[:num_kept])
+        return num_kept
+
+    @staticmethod
+    def is_finished(request: Request) -> bool:
+        """Whether a stop rule, the token limit or the end of the context was reached."""
+        return request.stopping.finish_reason is not None or request.num_remaining <= 0
+
+    @staticmethod
+    def complete(request: Request) -> Completion:
+        """The finished request as the user sees it."""
+        assert request.params.seed is not None, "admitted requests have a seed"
+        return Completion(
+            text=request.stopping.text,
+            token_ids=request.stopping.token_ids,
+            prompt_tokens=request.num_prompt,
+            finish_reason=request.stopping.finish_reason or "length",
+            seed=request.params.seed,
+            stats=request.stats.as_dict(),
+            request_stats=request.stats,
+        )
+
+    def guesser(self, mode: Mode) -> Guesser:
+        """The guesser of a mode; loads the drafter, or starts the draft server, on first use."""
+        if mode not in self.guessers:
+            assert self.drafter is not None, "check_mode has seen a drafter"
+            if mode == "sync":
+                speculator = Speculator(load_drafter(self.drafter, self.config))
+                self.guessers[mode] = SyncGuesser(speculator, self.config.speculation, self.trace)
+            else:
+                self.guessers[mode] = RemoteGuesser(self.drafter, self.target, self.config, self.trace)
+        return self.guessers[mode]
+
+    def close(self) -> None:
+        """Stop the draft server and write the trace."""
+        remote = self.guessers.pop("async", None)
+        if isinstance(remote, RemoteGuesser):
+            remote.shutdown()
+        if self.trace_path is not None:
+            self.trace.write(self.trace_path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,49 @@
+"""State of one request on the target's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.infer.params import SamplingParams
+from foredraft.infer.sampler import CoupledSampler
+from foredraft.infer.statistics import RequestStats
+from foredraft.infer.stopping import StopChecker
+
+
+@dataclass(slots=True)
+class Request:
+    """What a decode knows of itself. The last of `tokens` is the root: settled, its KV not computed yet."""
+
+    id: str
+    num_prompt: int
+    tokens: list[int]  # prompt and output
+    params: SamplingParams  # with a seed
+    seq: int  # of the target's KV pool
+    sampler: CoupledSampler
+    stopping: StopChecker
+    stats: RequestStats
+    max_tokens: int  # new tokens that the request may have: its own limit, or the end of the context
+
+    @property
+    def root_position(self) -> int:
+        """Absolute position of the root."""
+        return len(self.tokens) - 1
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be settled."""
+        return self.max_tokens - (len(self.tokens) - self.num_prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished completion; `stats` are the pinned statistics (see `foredraft.infer.statistics`)."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    seed: int
+    stats: dict[str, Any]
+    request_stats: RequestStats  # the counts behind `stats`, to be pooled
