@@ -231,7 +231,11 @@ def table_row(result: dict[str, Any], report: dict[str, Any]) -> list[str]:
     """One result as the cells of the table."""
     mode, temperature, stats = result["mode"], result["temperature"], result["stats"]
     ratio = next((r for r in report["ratios"].get(mode, []) if r["temperature"] == temperature), None)
-    same = report["identical_outputs"].get(mode)
+    outputs = report["identical_outputs"].get(mode)
+    num_prompts = report["num_prompts"]
+    differing = (
+        [d for d in outputs["first_divergences"] if d["temperature"] == temperature] if outputs else []
+    )
     low, high = ratio["interval"] if ratio else (0.0, 0.0)
     return [
         mode,
@@ -241,7 +245,7 @@ def table_row(result: dict[str, Any], report: dict[str, Any]) -> list[str]:
         "-" if stats["tokens_per_verify"] is None else f"{stats['tokens_per_verify']:.2f}",
         "-" if stats["hit_rate"] is None else f"{stats['hit_rate']:.2f}",
         f"{stats['seconds_waiting_for_draft']:.1f} s",
-        f"{same['same']} of {same['of']}" if same else "-",
+        f"{num_prompts - len(differing)} of {num_prompts}" if outputs else "-",
     ]
 
 

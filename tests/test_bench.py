@@ -147,7 +147,9 @@ def test_divergences_are_found_and_shown(
         {"id": "b", "temperature": 1.0, "seed": 11, "repeat": 0, "index": 4, "plain": 8, "found": 99}
     ]
     assert run(prompt_file, "--temperature", "0", "1") == 0
-    assert 'async differs: {"id": "b"' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert 'async differs: {"id": "b"' in printed
+    assert [printed.count(same) for same in ("3 of 3", "2 of 3")] == [3, 1]
 
 
 def test_a_completion_that_ends_early_differs_where_it_ends() -> None:
