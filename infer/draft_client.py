@@ -12,37 +12,32 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 import zmq
 
 from foredraft.infer import messages
+from foredraft.infer.draft_link import DraftLink, LinkLimits
 from foredraft.infer.draft_process import DraftProcess, DraftServerError
 from foredraft.infer.params import SpeculationParams
 from foredraft.infer.trace import Trace
 
-POLL_SECONDS = 0.05  # longest sleep between looks at the process
+LOOK_SECONDS = 0.05  # longest sleep between looks at the server's health
 VERIFY_TIMES_KEPT = 64
 
-State = Literal["starting", "up", "gone"]
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientLimits:
-    """How long to wait and when to give up; seconds unless said otherwise."""
+    """How long to wait, in seconds, and when to give up."""
 
-    start: float = 300.0  # until the server is ready
-    silence: float = 5.0  # nothing heard for so long while something is unanswered: the server is down
-    answer: float = (
-        0.01  # for an answer that is given at once; or a quarter of a verification, if that is longer
-    )
+    answer: float = 0.01  # for an answer that is given at once; a quarter of a verification if that is longer
     first_draft: float = 1.0  # for a draft (on_miss=wait) before any verification was timed
     lockstep: float = 30.0
-    max_bad_frames: int = 8  # in a row: the server is down
     max_restarts: int = 3  # in a row: go on without
     steady: float = 60.0  # a server that was up for so long has earned its restarts back
+    link: LinkLimits = field(default_factory=LinkLimits)
 
 
 class DraftClient:
@@ -55,7 +50,7 @@ class DraftClient:
         params: decide how long an answer is waited for.
         vocab_size: of the target; a block with other ids is malformed.
         limits: times and counts.
-        trace: gets a span for every wait, and the server's events when that ends.
+        trace: of the engine; gets the server's events when that ends.
     """
 
     def __init__(
@@ -69,7 +64,6 @@ class DraftClient:
         self.seconds_waiting = 0.0
         self.num_restarts = 0
         self.num_timeouts = 0
-        self.ready: messages.Ready | None = None  # of the present server
         self.refusals: dict[str, str] = {}  # open requests that the server will not serve, with its reason
         self._command = list(command)
         self._params = params
@@ -82,9 +76,9 @@ class DraftClient:
         self._stats: dict[str, dict[str, float]] = {}
         self._dying: list[DraftProcess] = []
         self._num_restarts_in_row = 0
-        self._num_pings = 0
+        self._has_given_up = False
         self._context = zmq.Context()
-        self._start()
+        self._link = self._connect()
         atexit.register(self.shutdown)
 
     def __enter__(self) -> DraftClient:
@@ -98,17 +92,17 @@ class DraftClient:
     @property
     def is_up(self) -> bool:
         """The server is ready, as far as is known."""
-        return self._state == "up"
+        return self._link.ready is not None and not self._has_given_up
 
     @property
     def has_given_up(self) -> bool:
         """There will be no server any more."""
-        return self._state == "gone"
+        return self._has_given_up
 
     @property
     def server_pid(self) -> int:
         """Process id of the present or last server."""
-        return self._process.pid
+        return self._link.process.pid
 
     def needs_open(self, request: str) -> bool:
         """The server is up and does not know the request: send `open` with all its tokens."""
@@ -126,15 +120,14 @@ class DraftClient:
             ValueError: the drafter cannot be served, in the server's words.
             DraftServerError: it did not start, or not in time.
         """
-        deadline = time.monotonic() + self._limits.start
-        while self.ready is None:
+        while self._link.ready is None:
             self._drain()
-            if not self._process.is_alive:
-                raise self._process.failure()
-            if time.monotonic() > deadline:
-                raise DraftServerError(f"the draft server was not ready after {self._limits.start:g} s")
-            self._socket.poll(POLL_SECONDS * 1000)
-        return self.ready
+            trouble = self._link.trouble()
+            if trouble is not None:
+                has_ended = not self._link.process.is_alive
+                raise self._link.process.failure() if has_ended else DraftServerError(trouble)
+            self._link.wait(LOOK_SECONDS)
+        return self._link.ready
 
     # Requests
 
@@ -145,9 +138,9 @@ class DraftClient:
             return False
         self._blocks.pop(message.request, None)
         self._opened[message.request] = message.round
-        return self._send(message)
+        return self._link.send(message)
 
-    def outcome(self, request: str, round_number: int, base_position: int, settled: list[int]) -> bool:
+    def outcome(self, request: str, round_number: int, base_position: int, settled: Sequence[int]) -> bool:
         """Tell the outcome of a verification; False: not sent. Does not wait.
 
         Args:
@@ -157,13 +150,10 @@ class DraftClient:
             settled: accepted guesses and the target's own token.
         """
         self._look()
-        if request not in self._opened:
-            return False
-        return self._send(
-            messages.Outcome(
-                request=request, round=round_number, base_position=base_position, settled=settled
-            )
+        message = messages.Outcome(
+            request=request, round=round_number, base_position=base_position, settled=list(settled)
         )
+        return request in self._opened and self._link.send(message)
 
     def receive_block(
         self, request: str, round_number: int, timeout: float | None = None
@@ -173,40 +163,39 @@ class DraftClient:
         timeout None: what the policy allows. Blocks of other rounds are dropped. Returns early when the
         server fails or does not know the request.
         """
-        start_ns = time.monotonic_ns()
+        start = time.monotonic()
         try:
             return self._wait_for_block(request, round_number, timeout)
         finally:
-            end_ns = time.monotonic_ns()
-            self.seconds_waiting += (end_ns - start_ns) / 1e9
-            self._trace.record("wait", start_ns, end_ns, request=request, round=round_number)
+            self.seconds_waiting += time.monotonic() - start
 
     def close(self, request: str) -> None:
         """The request has ended."""
         self.refusals.pop(request, None)
         self._blocks.pop(request, None)
         if self._opened.pop(request, None) is not None:
-            self._send(messages.Close(request=request))
+            self._link.send(messages.Close(request=request))
 
     def stats(self, request: str = "", timeout: float = 0.2) -> dict[str, float]:
         """Counters of the server and of a request; empty if there is no answer in time."""
         self._look()
         self._stats.pop(request, None)
-        if not self.is_up or not self._send(messages.Stats(request=request)):
+        if not self.is_up or not self._link.send(messages.Stats(request=request)):
             return {}
         deadline = time.monotonic() + timeout
         while request not in self._stats and self.is_up and time.monotonic() < deadline:
-            self._socket.poll(POLL_SECONDS * 1000)
+            self._link.wait(min(timeout, LOOK_SECONDS))
             self._look()
         return self._stats.pop(request, {})
 
     def shutdown(self) -> None:
         """End the server and remove its files; safe to call again."""
         atexit.unregister(self.shutdown)
-        self._state = "gone"
-        for process in [self._process, *self._dying]:
+        self._has_given_up = True
+        for process in [self._link.process, *self._dying]:
             process.stop()
         self._dying.clear()
+        self._opened.clear()
         self._context.destroy(linger=0)
 
     # Waiting
@@ -225,7 +214,8 @@ class DraftClient:
     ) -> messages.Block | None:
         start = time.monotonic()
         deadline = start + (self.block_timeout() if timeout is None else timeout)
-        next_ping = start + self._limits.silence / 4
+        ping_interval = self._limits.link.silence / 4
+        next_ping = start + ping_interval
         while True:
             self._look()
             block = self._blocks.get(request)
@@ -235,56 +225,40 @@ class DraftClient:
                 return None
             now = time.monotonic()
             # After a time-out without a sign of life since, waiting once more would only cost time.
-            if now >= deadline or self._is_suspect:
-                self._note_timeout()
+            if now >= deadline or self._link.is_suspect:
+                self.num_timeouts += 1
+                self._link.suspect()
                 return None
             if now >= next_ping:
-                self._ping()
-                next_ping = now + self._limits.silence / 4
-            self._socket.poll(max(1.0, min(deadline - now, POLL_SECONDS) * 1000))
+                self._link.ping()
+                next_ping = now + ping_interval
+            self._link.wait(min(deadline - now, LOOK_SECONDS))
 
-    def _note_timeout(self) -> None:
-        self.num_timeouts += 1
-        if not self._is_suspect:
-            self._is_suspect = True
-            self._ping()
+    # The server
 
-    # Messages
+    def _connect(self) -> DraftLink:
+        return DraftLink(self._command, self._vocab_size, self._limits.link, self._context, self._trace)
 
-    def _send(self, message: messages.Message) -> bool:
-        try:
-            self._socket.send(messages.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # a stopped server has let its queue run full
-            return False
-        if not isinstance(message, messages.Close):
-            self._unanswered_since = self._unanswered_since or time.monotonic()
-        return True
-
-    def _ping(self) -> None:
-        self._num_pings += 1
-        self._send(messages.Ping(round=self._num_pings))
+    def _look(self) -> None:
+        """Take in what has arrived and replace a server that is in trouble; never waits."""
+        if self._has_given_up:
+            return
+        self._drain()
+        for process in [process for process in self._dying if not process.is_alive]:
+            self._dying.remove(process)
+            process.remove()
+        trouble = self._link.trouble()
+        if trouble is not None:
+            self._replace(trouble)
 
     def _drain(self) -> None:
-        """Take in all that has arrived."""
-        while self._socket.poll(0):
-            frame = self._socket.recv()
-            try:
-                message = messages.decode(frame)
-                self._take(message)
-            except messages.MessageError as error:
-                self._num_bad_frames += 1
-                logger.debug("from the draft server: %s", error)
-                continue
-            self._num_bad_frames = 0
-            self._unanswered_since = None
-            self._is_suspect = False
+        for message in self._link.receive():
+            self._take(message)
 
     def _take(self, message: messages.Message) -> None:
         request = message.request
         match message:
             case messages.Block():
-                if not all(token < self._vocab_size for token in message.ids):
-                    raise messages.MessageError(f"ids below {self._vocab_size} expected, got {message.ids}")
                 newest = self._blocks.get(request)
                 if request in self._opened and (newest is None or newest.round < message.round):
                     self._blocks[request] = message
@@ -298,79 +272,25 @@ class DraftClient:
                     logger.warning("no guesses for request %s: %s", request, message.text)
             case messages.Stats():
                 self._stats[request] = message.values
-            case messages.Ready():
-                self.ready = message
-                self._state = "up"
-                self._up_since = time.monotonic()
-            case messages.Pong():
-                pass
-            case _:
-                raise messages.MessageError(f"{type(message).__name__} is not for an engine")
-
-    # Health
-
-    def _start(self) -> None:
-        self._state: State = "starting"
-        self._started = time.monotonic()
-        self._up_since = 0.0
-        self._unanswered_since: float | None = None
-        self._is_suspect = False
-        self._num_bad_frames = 0
-        self._process = DraftProcess(self._command, self._trace)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms; the server binds when it is ready
-        self._socket.connect(self._process.endpoint)
-        self._ping()
-
-    def _look(self) -> None:
-        """Take in what has arrived and judge the server's health; never waits."""
-        if self._state == "gone":
-            return
-        self._drain()
-        for process in [process for process in self._dying if not process.is_alive]:
-            self._dying.remove(process)
-            process.remove()
-        trouble = self._trouble(time.monotonic())
-        if trouble is not None:
-            self._replace(trouble)
-
-    def _trouble(self, now: float) -> str | None:
-        if not self._process.is_alive:
-            return str(self._process.failure())
-        if self._state == "starting":
-            late = now > self._started + self._limits.start
-            return f"the draft server was not ready after {self._limits.start:g} s" if late else None
-        is_overdue = (
-            self._unanswered_since is not None and now > self._unanswered_since + self._limits.silence
-        )
-        # If this process itself was stopped, an answer is about to come in.
-        if is_overdue and not self._socket.poll(1):
-            return f"the draft server has been silent for {self._limits.silence:g} s"
-        if self._num_bad_frames > self._limits.max_bad_frames:
-            return f"the draft server sent {self._num_bad_frames} malformed messages"
-        return None
 
     def _replace(self, trouble: str) -> None:
         """Kill the server and start another one, without waiting for either."""
-        is_final = self._process.has_refused
-        if self._up_since and time.monotonic() > self._up_since + self._limits.steady:
+        has_refused = self._link.process.has_refused
+        if self._link.seconds_up > self._limits.steady:
             self._num_restarts_in_row = 0
-        self._process.kill()
-        self._dying.append(self._process)
-        self._socket.close(linger=0)
+        self._link.cut()
+        self._dying.append(self._link.process)
         self._opened.clear()
         self._blocks.clear()
-        if is_final or self._num_restarts_in_row >= self._limits.max_restarts:
-            self._state = "gone"
-            logger.warning("%s; going on without it", trouble)
-            return
-        self._num_restarts_in_row += 1
-        self.num_restarts += 1
-        logger.warning("%s; starting it again", trouble)
-        try:
-            self._start()
-        except (OSError, ValueError) as error:
-            self._state = "gone"
-            logger.warning("%s; going on without it", error)
+        self._has_given_up = True
+        if not has_refused and self._num_restarts_in_row < self._limits.max_restarts:
+            self._num_restarts_in_row += 1
+            self.num_restarts += 1
+            try:
+                self._link = self._connect()
+                self._has_given_up = False
+            except (OSError, ValueError) as error:
+                logger.warning("%s", error)
+        logger.warning(
+            "%s; %s", trouble, "going on without it" if self._has_given_up else "starting it again"
+        )

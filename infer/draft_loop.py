@@ -112,7 +112,7 @@ class DraftLoop:
         poller.register(self._worker.wake, zmq.POLLIN)
         while not self._is_stopped and self._has_parent:
             self._dispatch()
-            poller.poll(self._options.tick_seconds * 1000)
+            poller.poll(round(self._options.tick_seconds * 1000))
             for finished in self._worker.collect():  # before the outcomes: what is ready now is a hit
                 self._merge(finished)
             for _ in range(MAX_MESSAGES_PER_TURN):
@@ -230,7 +230,9 @@ class DraftLoop:
     def _on_open(self, key: str, peer: bytes, message: messages.Open) -> None:
         self._drop(self._leases.get(key))
         try:
-            self._speculator.open(key, message.token_ids, message.sampling, message.speculation)
+            self._speculator.open(
+                key, message.token_ids, message.sampling, message.speculation, message.max_tokens
+            )
         except (ValueError, PoolExhausted) as error:
             refusal = messages.Error(
                 request=message.request, round=message.round, code="refused", text=str(error)

@@ -63,7 +63,14 @@ class DraftProcess:
         self._trace_part = self._folder / "trace"
         socket = self._folder / "socket"
         self.endpoint = f"ipc://{socket}"
-        flags = ["--endpoint", self.endpoint, "--parent-pid", str(os.getpid())]
+        flags = [
+            "--endpoint",
+            self.endpoint,
+            "--parent-pid",
+            str(os.getpid()),
+            "--scratch",
+            str(self._folder),
+        ]
         flags += ["--trace", str(self._trace_part)] if trace.is_on else []
         try:
             if len(os.fsencode(socket)) > MAX_SOCKET_PATH:

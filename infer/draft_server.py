@@ -9,6 +9,7 @@ import argparse
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,9 @@ import msgspec
 from foredraft.infer import messages
 from foredraft.infer.draft_loop import DraftLoop, ServerOptions
 from foredraft.infer.draft_worker import Drafting
+from foredraft.infer.drafter_card import read_drafter_card
+from foredraft.infer.drafters import load_drafter
+from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.params import EngineConfig, SamplingParams, SpeculationParams
 from foredraft.infer.trace import Trace
 
@@ -38,23 +42,20 @@ def load_speculator(arguments: argparse.Namespace) -> tuple[Drafting, messages.R
     config = msgspec.json.decode(arguments.engine_config, type=EngineConfig)
     # OpenMP reads this once, when torch is imported.
     os.environ["OMP_NUM_THREADS"] = str(config.draft_threads)
+    card = read_drafter_card(arguments.drafter)
+    found_sha256 = card.tokenizer_sha256 if card else ""
+    if arguments.target_tokenizer_sha256:
+        if card is None:
+            from transformers import AutoTokenizer
+
+            found_sha256 = tokenizer_sha256(AutoTokenizer.from_pretrained(arguments.drafter))
+        check_tokenizer(found_sha256, arguments.target_tokenizer_sha256, "the drafter", arguments.target)
+
     import torch
 
-    from foredraft.infer.drafter_card import read_drafter_card
-    from foredraft.infer.drafters import load_drafter
-    from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
     from foredraft.infer.speculator import Speculator
 
     torch.set_num_threads(config.draft_threads)
-    card = read_drafter_card(arguments.drafter)
-    if card is not None:
-        found_sha256 = card.tokenizer_sha256
-    else:
-        from transformers import AutoTokenizer
-
-        found_sha256 = tokenizer_sha256(AutoTokenizer.from_pretrained(arguments.drafter))
-    if arguments.target_tokenizer_sha256:
-        check_tokenizer(found_sha256, arguments.target_tokenizer_sha256, "the drafter", arguments.target)
     drafter = load_drafter(arguments.drafter, config)
     speculator = Speculator(drafter)
     speculator.open("warm-up", [0, 0], SamplingParams(seed=0, max_new_tokens=1), SpeculationParams())
@@ -98,8 +99,11 @@ def run_server(build: Build, argv: Sequence[str] | None = None) -> int:
     ready = msgspec.structs.replace(ready, seconds_loading=time.monotonic() - started)
     try:
         DraftLoop(speculator, ready, arguments.endpoint, options, trace).serve()
+        # It returns when the engine has gone, which so could not clean up itself.
+        if arguments.scratch is not None:
+            shutil.rmtree(arguments.scratch, ignore_errors=True)
     finally:
-        if arguments.trace is not None:
+        if arguments.trace is not None and arguments.trace.parent.exists():
             trace.flush(arguments.trace)
     return 0
 
@@ -113,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target-tokenizer-sha256", default="", help="refuse a drafter with another tokenizer"
     )
+    parser.add_argument("--scratch", type=Path, help="folder to remove when the parent has gone")
     parser.add_argument("--parent-pid", type=int, default=0, help="end with this process; 0: serve on")
     parser.add_argument(
         "--lease-seconds", type=float, default=60.0, help="close a request silent for so long"

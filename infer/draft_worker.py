@@ -36,7 +36,12 @@ class Drafting(Protocol):
     """
 
     def open(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingParams, params: SpeculationParams
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        params: SpeculationParams,
+        max_tokens: int | None = None,
     ) -> None: ...
     def close(self, request_id: str) -> None: ...
     def advance(

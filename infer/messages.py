@@ -35,16 +35,16 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     round: Count = 0
 
 
-class Open(_Message, tag="open", kw_only=True):
+class Open(_Message, tag="open", frozen=True, kw_only=True):
     """Engine to server: serve this request from now on. Opening an open request again replaces it.
 
-    sampling carries the seed, resolved also where the user gave none, and the choice; its max_new_tokens
-    counts from the end of token_ids.
+    sampling carries the seed, resolved also where the user gave none, and the choice.
     """
 
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]  # prompt and all that is settled
     sampling: SamplingParams
     eos_ids: list[TokenId] = []
+    max_tokens: Count  # that may still follow token_ids
     speculation: SpeculationParams
 
     def __post_init__(self) -> None:
@@ -52,14 +52,14 @@ class Open(_Message, tag="open", kw_only=True):
             raise ValueError("sampling must have a seed by now: engine and drafter draw the same noise")
 
 
-class Outcome(_Message, tag="outcome", kw_only=True):
+class Outcome(_Message, tag="outcome", frozen=True, kw_only=True):
     """Engine to server: a verification ended. settled [n >= 1]: accepted guesses, then the target's token."""
 
     base_position: Count  # absolute position of settled[0]
     settled: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 
 
-class Block(_Message, tag="block", kw_only=True):
+class Block(_Message, tag="block", frozen=True, kw_only=True):
     """Server to engine: the guesses that are ready, in topological order; none is a legal answer.
 
     ids, parents, path_probs have one entry a guess; parents[i] < i is the index of its parent, -1 the last
@@ -87,29 +87,29 @@ class Block(_Message, tag="block", kw_only=True):
         return bool(self.ids)
 
 
-class Unknown(_Message, tag="unknown", kw_only=True):
+class Unknown(_Message, tag="unknown", frozen=True, kw_only=True):
     """Server to engine: not open here, or the outcome does not follow the last one: open it again."""
 
 
-class Close(_Message, tag="close", kw_only=True):
+class Close(_Message, tag="close", frozen=True, kw_only=True):
     """Engine to server: the request has ended."""
 
 
-class Ping(_Message, tag="ping", kw_only=True):
+class Ping(_Message, tag="ping", frozen=True, kw_only=True):
     """Either way: answer with a pong of the same request and round."""
 
 
-class Pong(_Message, tag="pong", kw_only=True):
+class Pong(_Message, tag="pong", frozen=True, kw_only=True):
     """The answer to a ping."""
 
 
-class Stats(_Message, tag="stats", kw_only=True):
+class Stats(_Message, tag="stats", frozen=True, kw_only=True):
     """Engine to server, without values: a question. Server to engine: counters of server and request."""
 
     values: dict[str, float] = {}
 
 
-class Ready(_Message, tag="ready", kw_only=True):
+class Ready(_Message, tag="ready", frozen=True, kw_only=True):
     """Server to engine, before the first answer: the drafter is loaded; what it is and can hold."""
 
     family: str
@@ -119,7 +119,7 @@ class Ready(_Message, tag="ready", kw_only=True):
     seconds_loading: float = 0.0
 
 
-class Error(_Message, tag="error", kw_only=True):
+class Error(_Message, tag="error", frozen=True, kw_only=True):
     """Server to engine: the request is closed and should not be opened again; text says why."""
 
     code: ErrorCode

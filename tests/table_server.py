@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from foredraft.infer import messages
 from foredraft.infer.draft_server import run_process
@@ -49,6 +50,14 @@ class Session:
     num_expansions: int = 0
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
 class TableSpeculator:
     """Same interface as foredraft.infer.speculator.Speculator; a job takes `delay` seconds."""
 
@@ -61,9 +70,14 @@ class TableSpeculator:
         time.sleep(self.delay)
 
     def open(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingParams, params: SpeculationParams
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        params: SpeculationParams,
+        max_tokens: int | None = None,
     ) -> None:
-        if len(tokens) + sampling.max_new_tokens > MAX_POSITIONS:
+        if len(tokens) + (max_tokens or 0) > MAX_POSITIONS:
             raise ValueError(f"the drafter holds {MAX_POSITIONS} positions, got {len(tokens)} and more")
         tree = SpeculationTree(tokens[-1], max_depth=READY.max_depth)
         self.sessions[request_id] = Session(tree, params, len(tokens))

@@ -57,7 +57,8 @@ class Peer:
             messages.Open(
                 request=request,
                 token_ids=tokens,
-                sampling=SamplingParams(seed=1, max_new_tokens=32),
+                sampling=SamplingParams(seed=1),
+                max_tokens=32,
                 speculation=SpeculationParams(**settings),
             )
         )

@@ -16,7 +16,6 @@ OPEN = messages.Open(
     sampling=SamplingParams(
         seed=2**64 - 1,
         choice=1,
-        max_new_tokens=100,
         temperature=0.7,
         top_k=40,
         top_p=0.95,
@@ -25,6 +24,7 @@ OPEN = messages.Open(
         stop=("\n",),
     ),
     eos_ids=[0, 2],
+    max_tokens=100,
     speculation=SpeculationParams(block="chain", budget=16, on_miss="wait", lockstep=4),
 )
 BLOCK = messages.Block(
@@ -80,10 +80,11 @@ BAD_BODIES = {
     "sampling out of range": {
         "type": "open",
         "token_ids": [1],
+        "max_tokens": 1,
         "sampling": {"top_p": 7.0, "seed": 1},
         "speculation": {},
     },
-    "no seed": {"type": "open", "token_ids": [1], "sampling": {}, "speculation": {}},
+    "no seed": {"type": "open", "token_ids": [1], "max_tokens": 1, "sampling": {}, "speculation": {}},
 }
 
 
