@@ -15,7 +15,7 @@ import sys
 import traceback
 import typing
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,17 +30,6 @@ EXTRAS = {
     "pyarrow": "train", "accelerate": "train", "datasets": "train", "peft": "train", "wandb": "train",
     "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve", "gguf": "gguf",
 }  # fmt: skip
-# jsonargparse's phrases, in the order in which they are rewritten; \1 is the key
-MESSAGE_REWRITES = (
-    (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
-    (r"typing\.", ""),
-    (r"Expected a (.*?)\. Got value: ", r"expected \1, got "),
-    (r"the following arguments are required: ", "missing keys: "),
-    (r"^argument --", ""),
-    (r'^Parser key "([^"]+)": ', r"\1: "),
-    (r'^([^:]+): Does not validate .*Parser key "([^"]+)": (.+?) - Expected a NoneType.*', r"\1.\2: \3"),
-    (r"Does not validate .*? Subtypes: \[(.*?)\] Errors: .* Given value: ", r"expected one of \1, got "),
-)
 
 
 class UserError(ValueError):
@@ -54,16 +43,18 @@ def read_config(cls: type[Recipe], argv: Sequence[str], command: str) -> tuple[R
     Raises UserError for unknown or repeated keys (naming the nearest valid one), wrong types, missing keys,
     values that `cls` refuses, and files that cannot be read. `--help` and `--print_config` print and exit.
     """
-    keys = _key_tree(cls)
+    keys, hints = _key_tree(cls), _hints(cls)
     files, flags = _split_files(argv)
     in_files = {key for file in files for key in _check_recipe_file(Path(file), keys)}
-    in_flags = _check_flags(flags, keys)
+    in_flags = _check_flags(flags, hints)
+    if not {"--help", "-h", "--print_config"} & set(flags):
+        _check_required(cls, in_files | in_flags, files)
     parser = _build_parser(cls, f"foredraft {command}")
     ordered = [arg for file in files for arg in ("--config", file)] + flags
     try:
         values = parser.parse_args(ordered)
     except ArgumentError as error:
-        raise UserError(_locate(_one_line(str(error)), files, in_files, in_flags)) from None
+        raise UserError(_explain(str(error), hints, files, in_flags)) from None
     instance = _instantiate(cls, values)
     return instance, _resolved_yaml(instance, command, in_files - in_flags, in_flags)
 
@@ -158,11 +149,14 @@ def _key_tree(cls: type[Any]) -> KeyTree:
     return {name: _key_tree(section) if section else None for name, section in nested.items()}
 
 
-def _flatten(keys: KeyTree, prefix: str = "") -> Iterator[str]:
-    for name, below in keys.items():
-        yield prefix + name
-        if below:
-            yield from _flatten(below, f"{prefix}{name}.")
+def _hints(cls: type[Any], prefix: str = "") -> dict[str, Any]:
+    """The type of every dotted key, sections included."""
+    found: dict[str, Any] = {}
+    for item, hint in _sections(cls):
+        found[prefix + item.name] = hint
+        if nested := _nested_class(hint):
+            found |= _hints(nested, f"{prefix}{item.name}.")
+    return found
 
 
 def _check_recipe_file(path: Path, keys: KeyTree) -> list[str]:
@@ -218,9 +212,9 @@ def _split_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, others
 
 
-def _check_flags(flags: list[str], keys: KeyTree) -> set[str]:
+def _check_flags(flags: list[str], keys: Iterable[str]) -> set[str]:
     """The dotted keys that flags set; UserError for a flag that is no key."""
-    valid = {f"--{name}" for name in (*_flatten(keys), *OWN_FLAGS)}
+    valid = {f"--{name}" for name in (*keys, *OWN_FLAGS)}
     names = {flag.partition("=")[0].rstrip("+") for flag in flags if flag.startswith("--") and len(flag) > 2}
     for name in sorted(names - valid):
         raise UserError(f"unknown option {name}{nearest(name, valid)}")
@@ -281,18 +275,42 @@ def _resolved_yaml(instance: Any, command: str, in_files: set[str], in_flags: se
     return "\n".join(head) + "\n" + yaml.safe_dump(dataclasses.asdict(instance), sort_keys=False)
 
 
-def _one_line(message: str) -> str:
-    """jsonargparse's message as one line that starts with the key and speaks of types by their names."""
+def _check_required(cls: type[Any], given: set[str], files: list[str]) -> None:
+    missing = [key for key in _required(cls) if key not in given]
+    if missing:
+        where = f"recipe {', '.join(files)}: " if files else ""
+        raise UserError(f"{where}missing keys: {', '.join(missing)}")
+
+
+def _required(cls: type[Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys without a default."""
+    for item, hint in _sections(cls):
+        if _default(item) is dataclasses.MISSING:
+            is_section = dataclasses.is_dataclass(hint) and isinstance(hint, type)
+            yield from _required(hint, f"{prefix}{item.name}.") if is_section else [prefix + item.name]
+
+
+def _explain(message: str, hints: Mapping[str, Any], files: list[str], in_flags: set[str]) -> str:
+    """jsonargparse's message as one line: where the key was given, what it must be, what was found."""
     text = " ".join(message.split())
-    for pattern, plain in MESSAGE_REWRITES:
-        text = re.sub(pattern, plain, text)
-    return text
+    key = ".".join(re.findall(r'[Kk]ey "([^"]+)"', text))
+    value = re.search(r"Got value: (.+?)(?: - | Given value|$)", text) or re.search(
+        r"Given value: (.+)$", text
+    )
+    if key not in hints:
+        return text.removeprefix("argument ")
+    where = "--" if key in in_flags else f"recipe {', '.join(files)}: "
+    return f"{where}{key}: expected {_type_name(hints[key])}" + (f", got {value[1]}" if value else "")
 
 
-def _locate(message: str, files: list[str], in_files: set[str], in_flags: set[str]) -> str:
-    """Put the flag or the recipe that the message is about in front of it."""
-    key = message.partition(": ")[0]
-    if key in in_flags:
-        return f"--{message}"
-    is_about_files = bool(files) and key in {*in_files, "missing keys"}
-    return f"recipe {', '.join(files)}: {message}" if is_about_files else message
+def _type_name(hint: Any) -> str:
+    """A type as a user would write its values."""
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if hint is type(None):
+        return "null"
+    if type(None) in typing.get_args(hint):
+        return " or ".join(map(_type_name, typing.get_args(hint)))
+    if dataclasses.is_dataclass(hint):
+        return "a section"
+    return hint.__name__ if type(hint) is type else str(hint)
