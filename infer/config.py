@@ -139,9 +139,13 @@ def _sections(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
 
 
 def _nested_class(hint: Any) -> type[Any] | None:
-    """The dataclass inside `hint`: itself, or the one member of `Section | None`."""
-    options = [hint, *typing.get_args(hint)] if type(None) in typing.get_args(hint) else [hint]
-    return next((item for item in options if dataclasses.is_dataclass(item) and isinstance(item, type)), None)
+    """The dataclass in `hint`: itself, that of `Section | None`, the members' of `tuple[Section, ...]`."""
+    options = [hint, *typing.get_args(hint)]
+    return next((item for item in options if _is_section(item)), None)
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) and isinstance(hint, type)
 
 
 def _key_tree(cls: type[Any]) -> KeyTree:
@@ -188,6 +192,12 @@ def _walk_yaml(node: yaml.MappingNode, keys: KeyTree, prefix: str, file: str) ->
         below = keys[name]
         if below and isinstance(value, yaml.MappingNode):
             yield from _walk_yaml(value, below, f"{prefix}{name}.", file)
+        elif below and isinstance(value, yaml.SequenceNode):
+            members = [member for member in value.value if isinstance(member, yaml.MappingNode)]
+            yield from [
+                key for member in members for key in _walk_yaml(member, below, f"{prefix}{name}.", file)
+            ]
+            yield prefix + name
         elif below and not value.tag.endswith(":null"):
             raise UserError(f"{where}: section {prefix + name!r} must hold keys of {', '.join(below)}")
         else:
@@ -238,7 +248,7 @@ def _add_section(parser: Any, cls: type[Any], prefix: str, default: Any) -> None
     for item, hint in _sections(cls):
         value = _default(item) if default is None else getattr(default, item.name)
         is_required = value is dataclasses.MISSING
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if _is_section(hint):
             _add_section(parser, hint, f"{prefix}{item.name}.", None if is_required else value)
         elif is_required:
             group.add_argument(f"--{prefix}{item.name}", type=hint, required=True)
@@ -256,9 +266,14 @@ def _instantiate(cls: type[Recipe], values: Namespace, prefix: str = "") -> Reci
     """Build the dataclass bottom-up; what its `__post_init__` refuses is told with the section."""
     given: dict[str, Any] = {}
     for item, hint in _sections(cls):
-        value = values[item.name]
-        if isinstance(value, Namespace):
-            value = _instantiate(_nested_class(hint) or hint, value, f"{prefix}{item.name}.")
+        if item.name not in values:
+            continue  # members of a list hold only what was given
+        key, section, value = f"{prefix}{item.name}", _nested_class(hint), values[item.name]
+        if section and isinstance(value, Namespace):
+            value = _instantiate(section, value, f"{key}.")
+        elif section and isinstance(value, list | tuple):
+            members = enumerate(value)
+            value = type(value)(_instantiate(section, member, f"{key}[{i}].") for i, member in members)
         given[item.name] = value
     try:
         return cls(**given)
@@ -286,8 +301,8 @@ def _required(cls: type[Any], prefix: str = "") -> Iterator[str]:
     """Dotted keys without a default."""
     for item, hint in _sections(cls):
         if _default(item) is dataclasses.MISSING:
-            is_section = dataclasses.is_dataclass(hint) and isinstance(hint, type)
-            yield from _required(hint, f"{prefix}{item.name}.") if is_section else [prefix + item.name]
+            key = prefix + item.name
+            yield from _required(hint, f"{key}.") if _is_section(hint) else [key]
 
 
 def _explain(message: str, hints: Mapping[str, Any], files: list[str], in_flags: set[str]) -> str:
@@ -311,6 +326,8 @@ def _type_name(hint: Any) -> str:
         return "null"
     if type(None) in typing.get_args(hint):
         return " or ".join(map(_type_name, typing.get_args(hint)))
-    if dataclasses.is_dataclass(hint):
+    if _is_section(hint):
         return "a section"
+    if _nested_class(hint):
+        return "a list of sections"
     return hint.__name__ if type(hint) is type else str(hint)

@@ -37,6 +37,7 @@ class Recipe:
     learning_rate: float = 1e-3
     schedule: Literal["cosine", "constant"] = "cosine"
     limit: int | None = None
+    extra: tuple[DataSection, ...] = ()
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
@@ -74,6 +75,14 @@ def test_optional_section(tmp_path: Path) -> None:
     assert read("--config", file).heldout == DataSection(path="c", num_rows=1)
 
 
+def test_list_of_sections(tmp_path: Path) -> None:
+    file = write(tmp_path, "data: {path: a}\nextra:\n- path: b\n- {path: c, num_rows: 2}\n")
+    recipe, resolved = read_config(Recipe, ["--config", file], "log")
+    assert recipe.extra == (DataSection(path="b"), DataSection(path="c", num_rows=2))
+    assert read("--config", write(tmp_path, resolved)) == recipe
+    assert read("--data.path", "a", "--extra", '[{"path": "d"}]').extra == (DataSection(path="d"),)
+
+
 def test_resolved_recipe_gives_the_same_run_and_names_origins(tmp_path: Path) -> None:
     file = write(tmp_path, "data: {path: a, num_rows: 7}\n")
     recipe, resolved = read_config(Recipe, ["--config", file, "--learning_rate", "0.5"], "log")
@@ -100,6 +109,11 @@ def test_resolved_recipe_gives_the_same_run_and_names_origins(tmp_path: Path) ->
         ("data: {path: a, num_rows: 2.5}\n", [], "data.num_rows: expected int, got 2.5"),
         ("data: {path: a, temperatures: [a]}\n", [], "data.temperatures: expected tuple[float, ...], got"),
         ("data: {path: a}\nheldout: {num_rows: 2}\n", [], "r.yaml: heldout"),
+        ("data: {path: a}\nextra:\n- path: b\n- pth: c\n", [], "key 'extra.pth'; did you mean extra.path?"),
+        ("data: {path: a}\nextra: [{path: b, num_rows: x}]\n", [], "extra.num_rows: expected int, got x"),
+        ("data: {path: a}\nextra: [{path: b, num_rows: 0}]\n", [], "extra[0]: num_rows must be positive"),
+        ("data: {path: a}\nextra: [{num_rows: 1}]\n", [], "extra"),
+        ("data: {path: a}\nextra: [b]\n", [], "extra: expected a list of sections"),
         ("data: {path: a}\n", ["--learning_rate=x"], "--learning_rate: expected float, got x"),
         ("data: {path: a}\n", ["--learning_rate"], "--learning_rate: expected one argument"),
         ("data: {path: a}\nschedule: step\n", [], "schedule: expected one of cosine, constant"),
