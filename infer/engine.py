@@ -89,6 +89,11 @@ class Engine:
         return self.target.tokenizer
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for one token in the model's context and in the KV pool."""
+        return min(self.target.model.max_positions, self.target.model.max_tokens) - 1
+
+    @property
     def num_threads(self) -> int:
         """Threads of the target: the same in every mode, since they may change the last bits."""
         return self.config.threads or max(1, len(os.sched_getaffinity(0)) - self.config.draft_threads)
@@ -173,13 +178,18 @@ class Engine:
     def admit(self, token_ids: list[int], params: SamplingParams, mode: Mode) -> Request:
         """Check that a prompt fits and give it a seed and an empty sequence."""
         model = self.target.model
-        limit = min(model.max_positions, model.max_tokens)
-        if not 0 < len(token_ids) < limit:
+        if not 0 < len(token_ids) <= self.max_prompt_tokens:
             raise ValueError(
-                f"a prompt must have 1..{limit - 1} tokens to leave room for an answer, got {len(token_ids)}"
+                f"a prompt must have 1..{self.max_prompt_tokens} tokens to leave room for an answer, "
+                f"got {len(token_ids)}"
             )
-        if params.seed is None:
-            params = replace(params, seed=draw_seed())
+        # the end of the context is a token limit like the user's own
+        room = self.max_prompt_tokens + 1 - len(token_ids)
+        params = replace(
+            params,
+            seed=draw_seed() if params.seed is None else params.seed,
+            max_new_tokens=min(params.max_new_tokens, room),
+        )
         return Request(
             id=str(next(self.request_ids)),
             num_prompt=len(token_ids),
@@ -189,7 +199,6 @@ class Engine:
             sampler=CoupledSampler(params, model.vocab_size),
             stopping=StopChecker(self.target.tokenizer, self.target.eos_ids, params),
             stats=RequestStats(mode),
-            max_tokens=min(params.max_new_tokens, limit - len(token_ids)),
         )
 
     def decode(self, request: Request, guesser: Guesser) -> Iterator[str]:
@@ -270,18 +279,19 @@ class Engine:
 
     @staticmethod
     def is_finished(request: Request) -> bool:
-        """Whether a stop rule, the token limit or the end of the context was reached."""
-        return request.stopping.finish_reason is not None or request.num_remaining <= 0
+        """Whether a stop rule or the token limit was reached."""
+        return request.stopping.finish_reason is not None
 
     @staticmethod
     def complete(request: Request) -> Completion:
         """The finished request as the user sees it."""
         assert request.params.seed is not None, "admitted requests have a seed"
+        assert request.stopping.finish_reason is not None, "only a finished request is completed"
         return Completion(
             text=request.stopping.text,
             token_ids=request.stopping.token_ids,
             prompt_tokens=request.num_prompt,
-            finish_reason=request.stopping.finish_reason or "length",
+            finish_reason=request.stopping.finish_reason,
             seed=request.params.seed,
             stats=request.stats.as_dict(),
             request_stats=request.stats,

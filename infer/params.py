@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-MODES = ("plain", "sync", "async")
 Mode = Literal["plain", "sync", "async"]
+MODES: tuple[Mode, ...] = ("plain", "sync", "async")
 BlockShape = Literal["chain", "tree"]
 MissPolicy = Literal["wait", "ngram", "plain"]
 ExpandPolicy = Literal["confidence", "confidence-q"]

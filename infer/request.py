@@ -18,12 +18,11 @@ class Request:
     id: str
     num_prompt: int
     tokens: list[int]  # prompt and output
-    params: SamplingParams  # with a seed
+    params: SamplingParams  # with a seed, and no more new tokens than the context has room for
     seq: int  # of the target's KV pool
     sampler: CoupledSampler
     stopping: StopChecker
     stats: RequestStats
-    max_tokens: int  # new tokens that the request may have: its own limit, or the end of the context
 
     @property
     def root_position(self) -> int:
@@ -33,7 +32,7 @@ class Request:
     @property
     def num_remaining(self) -> int:
         """Tokens that may still be settled."""
-        return self.max_tokens - (len(self.tokens) - self.num_prompt)
+        return self.params.max_new_tokens - (len(self.tokens) - self.num_prompt)
 
 
 @dataclass(frozen=True, slots=True)
