@@ -114,7 +114,7 @@ class DraftClient:
         self._verify_seconds.append(seconds)
 
     def wait_ready(self) -> messages.Ready:
-        """Wait for the first server to be ready.
+        """Wait for the first server to be ready; shut down if that fails.
 
         Raises:
             ValueError: the drafter cannot be served, in the server's words.
@@ -124,8 +124,10 @@ class DraftClient:
             self._drain()
             trouble = self._link.trouble()
             if trouble is not None:
-                has_ended = not self._link.process.is_alive
-                raise self._link.process.failure() if has_ended else DraftServerError(trouble)
+                process = self._link.process
+                failure = DraftServerError(trouble) if process.is_alive else process.failure()
+                self.shutdown()
+                raise failure
             self._link.wait(LOOK_SECONDS)
         return self._link.ready
 

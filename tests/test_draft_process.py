@@ -35,15 +35,17 @@ VOCAB = 259
 )
 def test_a_failed_start_is_explained(drafter: str, error: type[Exception], text: str) -> None:
     command = [*TABLE_COMMAND, "--drafter", drafter]
-    with DraftClient(command, FREE, VOCAB) as client, pytest.raises(error, match=text):
+    client = DraftClient(command, FREE, VOCAB)
+    with pytest.raises(error, match=text):
         client.wait_ready()
+    assert client.has_given_up
 
 
 def test_a_start_that_takes_too_long() -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     limits = ClientLimits(link=LinkLimits(start=0.2))
-    not_ready = pytest.raises(DraftServerError, match=r"not ready after 0\.2 s")
-    with DraftClient(command, FREE, VOCAB, limits) as client, not_ready:
+    client = DraftClient(command, FREE, VOCAB, limits)
+    with pytest.raises(DraftServerError, match=r"not ready after 0\.2 s"):
         client.wait_ready()
     assert not is_running(client.server_pid)
 
