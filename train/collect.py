@@ -1,0 +1,196 @@
+"""`foredraft log`: run the target over prompts and write the target log.
+
+    python -m foredraft.train.collect --config R.yaml
+
+Several processes (accelerate launch) share the shards. An interrupted run keeps its finished shards; a second
+run does what is missing or damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase
+
+from foredraft.infer.config import read_config, run_command, save_resolved
+from foredraft.infer.identity import chat_template_sha256, identify_target, tokenizer_sha256
+from foredraft.infer.params import EngineConfig
+from foredraft.infer.target import Target, load_tokenizer
+from foredraft.train.continuous import ContinuousDecoder, Job, Response, num_pages_for
+from foredraft.train.log_rows import LogRow
+from foredraft.train.progress import ProgressReport
+from foredraft.train.prompt_set import LogPrompt, prompts_sha256, read_log_prompts
+from foredraft.train.recipe import LogRecipe
+from foredraft.train.target_log import LogManifest, TargetLog
+
+# settings that may change between a run and the one that takes it up; prompts and target are compared by hash
+FREE_KEYS = ("target", "revision", "prompts", "heldout_fraction", "out", "rows", "threads", "device")
+PAGE_SIZE = 64
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `foredraft log`; returns the exit code."""
+    recipe, resolved = read_config(LogRecipe, sys.argv[1:] if argv is None else argv, "log")
+    collect(recipe, resolved)
+    return 0
+
+
+def collect(recipe: LogRecipe, resolved: str) -> TargetLog:
+    """Write the log of a recipe, or what is missing of it.
+
+    Raises:
+        ValueError: bad prompts, a prompt that does not fit the target's context, a folder with another log.
+    """
+    state = PartialState()
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))
+    collection = Collection(recipe, tokenizer)
+    with state.main_process_first():
+        log = TargetLog.start(Path(recipe.out), collection.manifest(tokenizer), FREE_KEYS)
+        save_resolved(recipe.out, resolved)
+    missing = log.bad_shards()
+    # nobody writes before everybody has seen what is missing
+    state.wait_for_everyone()
+    own = missing[state.process_index :: state.num_processes]
+    num_rows, is_main = collection.num_rows(own), state.is_main_process
+    with ProgressReport("log: responses", num_rows, is_enabled=is_main) as report:
+        if own:
+            collection.write_shards(log, collection.load_target(), own, report)
+        state.wait_for_everyone()
+        if is_main:
+            log.gather()
+            num_prompts = len(collection.prompts)
+            report.say(f"target log {recipe.out}: {num_prompts} prompts, {log.num_tokens} response tokens")
+    state.wait_for_everyone()
+    return log
+
+
+class Collection:
+    """What a log consists of: prompts, responses and their seeds, in shards."""
+
+    def __init__(self, recipe: LogRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.recipe = recipe
+        self.prompts = read_log_prompts(
+            recipe.prompts, tokenizer, raw=recipe.raw, heldout_fraction=recipe.heldout_fraction
+        )
+        self.slots = [(group, number) for group in recipe.groups for number in range(group.responses)]
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the whole log."""
+        return -(-len(self.prompts) // self.recipe.prompts_per_shard)
+
+    def num_rows(self, shards: list[int]) -> int:
+        """Responses in some shards."""
+        return len(self.slots) * sum(len(self.prompts_of(shard)) for shard in shards)
+
+    def prompts_of(self, shard: int) -> range:
+        """Indices of a shard's prompts."""
+        size = self.recipe.prompts_per_shard
+        return range(shard * size, min((shard + 1) * size, len(self.prompts)))
+
+    def manifest(self, tokenizer: PreTrainedTokenizerBase) -> LogManifest:
+        """The manifest of the log to be."""
+        recipe = self.recipe
+        return LogManifest(
+            target=identify_target(recipe.target, recipe.revision),
+            tokenizer_sha256=tokenizer_sha256(tokenizer),
+            chat_template_sha256=None if recipe.raw else chat_template_sha256(tokenizer),
+            top_k_logprobs=recipe.top_k_logprobs,
+            recipe={**asdict(recipe), "groups": [asdict(group) for group in recipe.groups]},
+            prompts_sha256=prompts_sha256(self.prompts),
+            num_shards=self.num_shards,
+        )
+
+    def load_target(self) -> Target:
+        """The target with room for the longest prompts.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response, or more log-probabilities than tokens.
+        """
+        recipe = self.recipe
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        config = EngineConfig(
+            dtype=recipe.dtype,
+            device=recipe.device,
+            revision=recipe.revision,
+            row_bucket=recipe.rows,
+            page_size=PAGE_SIZE,
+            num_pages=num_pages_for(lengths, len(self.slots), recipe.max_new_tokens, recipe.rows, PAGE_SIZE),
+        )
+        target = Target.load(recipe.target, config, num_lanes=1)
+        if max(lengths) + recipe.max_new_tokens > target.model.max_positions:
+            raise ValueError(
+                f"the longest prompt has {max(lengths)} tokens; with max_new_tokens {recipe.max_new_tokens} "
+                f"it exceeds the target's context of {target.model.max_positions}"
+            )
+        if recipe.top_k_logprobs > target.model.vocab_size:
+            raise ValueError(
+                f"top_k_logprobs {recipe.top_k_logprobs} exceeds the vocabulary of {target.model.vocab_size}"
+            )
+        return target
+
+    def jobs(self, shards: list[int]) -> Iterator[Job]:
+        """All responses of some shards; a job's key is (index of the prompt, index of its response)."""
+        for shard in shards:
+            for index in self.prompts_of(shard):
+                prompt = self.prompts[index]
+                for slot, (group, _) in enumerate(self.slots):
+                    seed = derive_seed(self.recipe.seed, prompt.request_id, slot)
+                    params = group.sampling(seed, self.recipe.max_new_tokens)
+                    yield Job(key=(index, slot), prompt_ids=prompt.token_ids, params=params)
+
+    def write_shards(self, log: TargetLog, target: Target, shards: list[int], report: ProgressReport) -> None:
+        """Decode the responses of some shards; a shard is written as soon as its last one is complete."""
+        decoder = ContinuousDecoder(target.model, target.eos_ids, log.manifest.top_k_logprobs)
+        rows: dict[int, dict[tuple[int, int], LogRow]] = {shard: {} for shard in shards}
+        num_done = num_tokens = 0
+        for response in decoder.run(self.jobs(shards)):
+            index, _ = response.job.key
+            shard = index // self.recipe.prompts_per_shard
+            rows[shard][response.job.key] = make_row(self.prompts[index], response)
+            num_done, num_tokens = num_done + 1, num_tokens + len(response.tokens)
+            report.update(num_done, f"{num_tokens} tokens")
+            if len(rows[shard]) == self.num_rows([shard]):
+                done = rows.pop(shard)
+                log.write_shard(shard, [done[key] for key in sorted(done)])
+
+
+def derive_seed(base: int, request_id: str, slot: int) -> int:
+    """A seed of its own for every row, the same whenever the row is decoded."""
+    digest = hashlib.sha256(f"{base}/{request_id}/{slot}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def make_row(prompt: LogPrompt, response: Response) -> LogRow:
+    """The log row of a complete response."""
+    params, length = response.job.params, len(response.tokens)
+    return LogRow(
+        request_id=prompt.request_id,
+        prompt_ids=prompt.token_ids,
+        response_ids=response.tokens,
+        first_position=len(prompt.token_ids),
+        seed=params.seed,
+        choice=params.choice,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        topk_ids=response.topk_ids[:length],
+        topk_logprobs=response.topk_logprobs[:length],
+        tail_mass=response.tail_mass[:length],
+        finish_reason=response.finish_reason,
+        split=prompt.split,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
