@@ -1,0 +1,195 @@
+"""`foredraft train-drafter`: distil a causal LM from a target log.
+
+    python -m foredraft.train.drafter --config R.yaml
+    accelerate launch -m foredraft.train.drafter --config R.yaml
+
+An interrupted run goes on from its last checkpoint in `<out>.training`; the drafter appears in `out` when it
+is complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from transformers import PreTrainedTokenizerBase
+
+from foredraft.infer.config import read_config, run_command
+from foredraft.infer.drafter_card import CARD_FILE, read_drafter_card
+from foredraft.infer.identity import identify_target, sha256_of_json, tokenizer_sha256
+from foredraft.infer.params import EngineConfig
+from foredraft.infer.target import load_tokenizer
+from foredraft.train.artifact import write_drafter
+from foredraft.train.draft_vocab import choose_draft_vocab, expected_counts
+from foredraft.train.drafter_init import build_drafter
+from foredraft.train.log_rows import LogRow
+from foredraft.train.recipe import DrafterRecipe
+from foredraft.train.student import Student
+from foredraft.train.target_log import TargetLog
+from foredraft.train.trainer import Trainer
+
+# settings that change neither the weights nor what is measured
+FREE_KEYS = (
+    *("log", "target", "revision", "out", "overwrite"),
+    *("wandb", "wandb_project", "log_every", "save_every", "threads"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `foredraft train-drafter`; returns the exit code."""
+    recipe, resolved = read_config(DrafterRecipe, sys.argv[1:] if argv is None else argv, "train-drafter")
+    train_drafter(recipe, resolved)
+    return 0
+
+
+def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = None) -> None:
+    """Train the drafter of a recipe and write it, or find that this has been done.
+
+    Args:
+        recipe: of the drafter.
+        resolved: the recipe as text, saved beside the result.
+        stop_at: leave after so many updates, with a checkpoint and without a drafter (for tests).
+
+    Raises:
+        ValueError: a log that is incomplete, empty or of another target; an `out` that holds something else;
+            a loss that is not finite.
+    """
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    accelerator = start_accelerator(recipe)
+    log = TargetLog.open(recipe.log)
+    fingerprint = fingerprint_of(recipe, log)
+    if is_done(recipe, fingerprint):
+        accelerator.print(f"drafter {recipe.out}: complete already", file=sys.stderr)
+        return
+    tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))
+    check_target(recipe, log, tokenizer)
+    rows = usable_rows(log.rows("train"), recipe)
+    heldout = pick_heldout(list(log.rows("heldout")), recipe)
+    torch.manual_seed(recipe.seed)
+    student = build_student(recipe, log, tokenizer, rows)
+    work = Path(f"{recipe.out}.training")
+    work.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(recipe, student, rows, heldout, work, fingerprint, accelerator)
+    trainer.run(stop_at)
+    if trainer.state.step == trainer.num_steps:
+        if accelerator.is_main_process:
+            write_drafter(trainer, tokenizer, log.manifest, resolved)
+            shutil.rmtree(work)
+        accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def start_accelerator(recipe: DrafterRecipe) -> Accelerator:
+    """Accelerator with the recipe's precision and tracker."""
+    accelerator = Accelerator(
+        mixed_precision="bf16" if recipe.precision == "bfloat16" else "no",
+        log_with=None if recipe.wandb == "off" else "wandb",
+        # buffers are constants, equal in all processes
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    if recipe.wandb != "off":
+        options = {"wandb": {"mode": recipe.wandb, "name": Path(recipe.out).name}}
+        accelerator.init_trackers(recipe.wandb_project, asdict(recipe), options)
+    return accelerator
+
+
+def fingerprint_of(recipe: DrafterRecipe, log: TargetLog) -> str:
+    """Hash of all that decides the result: recipe, target, and the log's shards."""
+    settings = {key: value for key, value in asdict(recipe).items() if key not in FREE_KEYS}
+    shards = [shard.sha256 for shard in log.manifest.shards]
+    return sha256_of_json([settings, log.manifest.target.weights_sha256, shards])
+
+
+def is_done(recipe: DrafterRecipe, fingerprint: str) -> bool:
+    """Whether `out` holds this very drafter.
+
+    Raises:
+        ValueError: it holds something else, and the recipe does not say overwrite.
+    """
+    out = Path(recipe.out)
+    if not out.exists() or recipe.overwrite:
+        return False
+    card = read_drafter_card(out)
+    if card is None:
+        raise ValueError(f"{out} exists and holds no {CARD_FILE}; choose another `out`")
+    if card.training.get("fingerprint") != fingerprint:
+        raise ValueError(
+            f"{out} holds a drafter of another recipe or target log; choose another `out`, or pass "
+            "--overwrite true"
+        )
+    return True
+
+
+def check_target(recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a recipe whose target is not the log's.
+
+    Raises:
+        ValueError: other weights or another tokenizer.
+    """
+    target = identify_target(recipe.target, recipe.revision)
+    if (
+        not target.is_same(log.manifest.target)
+        or tokenizer_sha256(tokenizer) != log.manifest.tokenizer_sha256
+    ):
+        raise ValueError(
+            f"target log {recipe.log} is of target {log.manifest.target}, the recipe's target is {target}"
+        )
+
+
+def usable_rows(rows: Sequence[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
+    """Rows of which some response token is left within `max_length`.
+
+    Raises:
+        ValueError: none is left.
+    """
+    usable = [row for row in rows if row.first_position < recipe.max_length and len(row.response_ids)]
+    if not usable:
+        raise ValueError(
+            f"target log {recipe.log} has no train row with a prompt shorter than max_length "
+            f"{recipe.max_length}"
+        )
+    return usable
+
+
+def pick_heldout(rows: list[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
+    """At most `eval_rows` held-out rows, spread evenly over each temperature's."""
+    rows = [row for row in rows if row.first_position < recipe.max_length]
+    temperatures = sorted({row.temperature for row in rows})
+    picked: list[LogRow] = []
+    for temperature in temperatures:
+        same = [row for row in rows if row.temperature == temperature]
+        count = min(len(same), max(1, recipe.eval_rows // len(temperatures)))
+        picked += [same[index * len(same) // count] for index in range(count)]
+    return picked
+
+
+def build_student(
+    recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTokenizerBase, rows: Sequence[LogRow]
+) -> Student:
+    """The untrained drafter with its draft vocabulary.
+
+    Raises:
+        ValueError: see `build_drafter`, `choose_draft_vocab` and `Student.check_head`.
+    """
+    model = build_drafter(recipe, log.manifest.tokenizer_sha256)
+    d2t_D = None
+    vocab_size = model.config.get_text_config().vocab_size
+    if 0 < recipe.draft_vocab_size < vocab_size:
+        always = {token for token in tokenizer.all_special_ids if token < vocab_size}
+        always |= {int(row.response_ids[-1]) for row in rows if row.finish_reason == "stop"}
+        counts_V = expected_counts(rows, vocab_size)
+        d2t_D = torch.from_numpy(choose_draft_vocab(counts_V, recipe.draft_vocab_size, always))
+    student = Student(model, d2t_D, freeze_embeddings=recipe.freeze_embeddings)
+    student.check_head()
+    return student
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

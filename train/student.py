@@ -1,0 +1,81 @@
+"""The drafter in training: a causal LM whose head runs at chosen positions, over the draft vocabulary only.
+
+Shape letters: B sequences, T tokens, H hidden size, N chosen positions, D draft and V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class Student(nn.Module):
+    """A Hugging Face causal LM with a sliced head.
+
+    Args:
+        model: the drafter to be, weights in float32.
+        d2t_D: target ids of the draft vocabulary, int64 [D]; None: the whole vocabulary.
+        freeze_embeddings: input embeddings and head keep their values.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, d2t_D: torch.Tensor | None, *, freeze_embeddings: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("d2t_D", d2t_D, persistent=False)
+        head = model.get_output_embeddings()
+        if freeze_embeddings:
+            model.get_input_embeddings().requires_grad_(False)
+            head.requires_grad_(False)
+        is_cut_once = freeze_embeddings and d2t_D is not None
+        frozen_head_DH = head.weight[d2t_D].clone() if is_cut_once else None
+        self.register_buffer("frozen_head_DH", frozen_head_DH, persistent=False)
+
+    def forward(self, ids_BT: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        """Draft logits [N, D] after the tokens at flat positions b * T + t.
+
+        Args:
+            ids_BT: int64, sequences padded at the end; causal attention keeps padding out of all that counts.
+            positions_N: int64.
+        """
+        hidden_BTH = self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        hidden_NH = hidden_BTH.flatten(0, 1)[positions_N]
+        return self.scale_logits(nn.functional.linear(hidden_NH, *self.head()))
+
+    def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [D, H] and bias [D] or None of the head's rows of the draft vocabulary."""
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        if self.d2t_D is None:
+            return head.weight, bias
+        weight_DH = head.weight[self.d2t_D] if self.frozen_head_DH is None else self.frozen_head_DH
+        return weight_DH, None if bias is None else bias[self.d2t_D]
+
+    def scale_logits(self, logits_ND: torch.Tensor) -> torch.Tensor:
+        """What some families do between head and logits (Gemma 2, Cohere, Granite)."""
+        config = self.model.config.get_text_config()
+        scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(config, "logits_scaling", 1.0)
+        logits_ND = logits_ND if scale == 1.0 else logits_ND * scale
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cap * torch.tanh(logits_ND / cap) if cap else logits_ND
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Refuse a family whose logits this module does not reproduce.
+
+        Raises:
+            ValueError: the model's own logits differ.
+        """
+        vocab_size = self.model.config.get_text_config().vocab_size
+        ids_1T = torch.arange(1, 9)[None].to(self.model.device) % vocab_size
+        own_ND = self(ids_1T, torch.arange(8, device=ids_1T.device))
+        logits_NV = self.model(input_ids=ids_1T, use_cache=False).logits[0]
+        expected_ND = logits_NV if self.d2t_D is None else logits_NV[:, self.d2t_D]
+        difference = float((own_ND - expected_ND).abs().max())
+        if difference > 1e-3 * max(1.0, float(expected_ND.abs().max())):
+            raise ValueError(
+                f"models of type {self.model.config.model_type} cannot be trained as drafters: their logits "
+                f"are not those of the last hidden state and the head (they differ by {difference:.3g})"
+            )
