@@ -232,7 +232,8 @@ class Engine:
     def round(self, request: Request, guesser: Guesser) -> None:
         """Guess, verify, settle."""
         started = time.perf_counter()
-        guess = guesser.guess(request)
+        with self.trace.span("wait", request=request.id):
+            guess = guesser.guess(request)
         waited = time.perf_counter()
         with self.trace.span("verify", request=request.id):
             guess, settled = self.verify(request, guess)

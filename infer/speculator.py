@@ -198,10 +198,14 @@ class Speculator:
         return None
 
     def select(self, session: Session, width: int) -> list[int]:
-        """The most probable nodes that can be expanded within the drafter's context."""
-        nodes = session.tree.select(width, shape=session.params.block, chain_depth=session.params.k)
+        """The most probable nodes within the context, and worth the KV that they may push out."""
+        tree = session.tree
+        nodes = tree.select(width, shape=session.params.block, chain_depth=session.params.k)
         room = self.drafter.max_positions - session.root_position
-        return [node for node in nodes if session.tree.depth(node) < room]
+        weakest = 0.0
+        if len(session.kv_nodes) + len(nodes) > self.drafter.pool.max_suffix:
+            weakest = min(tree.path_prob(node) for node in session.kv_nodes)
+        return [node for node in nodes if tree.depth(node) < room and tree.path_prob(node) > weakest]
 
     def plan_pending(self, request_id: str, session: Session) -> Job | None:
         """Settled tokens without KV: the prompt, or what a miss brought."""
@@ -217,6 +221,8 @@ class Speculator:
         """The best leaves of one request as one batched step."""
         tree, pool = session.tree, self.drafter.pool
         nodes = self.select(session, self.drafter.row_bucket)
+        if not nodes:
+            return None
         parents = [None if node == tree.root else session.kv_nodes[tree.parent(node)] for node in nodes]
         try:
             appended = pool.append(session.seq, parents, [tree.path_prob(node) for node in nodes])
