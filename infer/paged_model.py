@@ -149,6 +149,7 @@ class PagedModel:
             lane_positions_SL=self.tensor(plan.lane_positions),
             row_lane_R=self.tensor(plan.row_lane),
             part_items_RP=self.tensor(plan.part_items),
+            part_missing_RP=self.tensor(plan.part_missing),
         )
 
 

@@ -41,6 +41,7 @@ class StepPlan:
     lane_rows: np.ndarray  # int64 [S, L]
     row_lane: np.ndarray  # int64 [R]
     part_items: np.ndarray  # int64 [R, P]
+    part_missing: np.ndarray  # bool [R, P]
 
     @property
     def lane_positions(self) -> np.ndarray:
@@ -138,9 +139,11 @@ class Packer:
         for index, (slots, _, _) in enumerate(items):
             item_slots[index, : len(slots)] = slots
             is_key[index, : len(slots)] = True
-        part_items = np.full((len(self.parts), max(map(len, self.parts))), len(items), dtype=np.int64)
-        for row, part in zip(part_items, self.parts, strict=True):
-            row[: len(part)] = part
+        part_items = np.zeros((len(self.parts), max(map(len, self.parts))), dtype=np.int64)
+        part_missing = np.ones(part_items.shape, dtype=bool)
+        for index, part in enumerate(self.parts):
+            part_items[index, : len(part)] = part
+            part_missing[index, : len(part)] = False
         return StepPlan(
             num_rows=num_rows,
             tokens=self.tokens,
@@ -153,6 +156,7 @@ class Packer:
             lane_rows=self.lane_rows,
             row_lane=self.row_lane,
             part_items=part_items,
+            part_missing=part_missing,
         )
 
 
@@ -197,4 +201,5 @@ def plan_prefill(pool: KVPool, seq: int, token_ids: Sequence[int], chunk: int) -
         lane_rows=np.arange(chunk)[None],
         row_lane=np.arange(chunk),
         part_items=np.broadcast_to(np.arange(num_items), (chunk, num_items)).copy(),
+        part_missing=np.zeros((chunk, num_items), dtype=bool),
     )

@@ -38,7 +38,8 @@ class AttentionPlan:
     lane_rows_SL: torch.Tensor  # int64, row in each lane (any row where a lane is empty)
     lane_positions_SL: torch.Tensor  # int64, absolute position of each lane's row
     row_lane_R: torch.Tensor  # int64
-    part_items_RP: torch.Tensor  # int64, item of each absolute split of each row; I where there is none
+    part_items_RP: torch.Tensor  # int64, item of each absolute split of each row; any where there is none
+    part_missing_RP: torch.Tensor  # bool, where there is none
     windowed: dict[int, AttentionPlan] = field(default_factory=dict)
 
     def within(self, window: int) -> AttentionPlan:
@@ -58,7 +59,7 @@ def restrict_to_window(plan: AttentionPlan, window: int) -> AttentionPlan:
     mask_IL64 = key_positions_I164 >= first_visible_SL[plan.item_seq_I[kept]][:, :, None]
     is_tail = kept >= num_items - num_tails
     mask_IL64[is_tail] &= plan.tail_mask_JL64[kept[is_tail] - (num_items - num_tails)]
-    new_index = torch.full((num_items + 1,), kept.numel(), device=kept.device)
+    new_index = torch.zeros(num_items, dtype=torch.long, device=kept.device)
     new_index[kept] = torch.arange(kept.numel(), device=kept.device)
     return AttentionPlan(
         write_slots_R=plan.write_slots_R,
@@ -70,6 +71,7 @@ def restrict_to_window(plan: AttentionPlan, window: int) -> AttentionPlan:
         lane_positions_SL=plan.lane_positions_SL,
         row_lane_R=plan.row_lane_R,
         part_items_RP=new_index[plan.part_items_RP],
+        part_missing_RP=plan.part_missing_RP | ~in_reach_I[plan.part_items_RP],
     )
 
 
@@ -130,23 +132,22 @@ def tree_attention(
     weights_IKM64 = (scores_IKM64 - peak_IKM[..., None]).exp_()
     output_IKMD = weights_IKM64 @ gather_items(pool_value_NKD, plan.item_slots_I64)
 
-    def parts_of_rows(values_IKM: torch.Tensor, empty: float) -> torch.Tensor:
-        """[R, P, K, G, ...]: every row's splits in order, `empty` where it has none."""
+    def parts_of_rows(values_IKM: torch.Tensor) -> torch.Tensor:
+        """[R, P, K, G, ...]: every row's splits in order, anything finite where it has none."""
         by_lane = values_IKM.view(num_items, num_kv_heads, num_lanes, group, *values_IKM.shape[3:])
-        picked = by_lane[plan.part_items_RP.clamp_max(num_items - 1), :, plan.row_lane_R[:, None]]
-        missing_RP = plan.part_items_RP == num_items
-        return picked.masked_fill(missing_RP.view(*missing_RP.shape, *[1] * (picked.ndim - 2)), empty)
+        return by_lane[plan.part_items_RP, :, plan.row_lane_R[:, None]]
 
-    peaks_RPKG = parts_of_rows(peak_IKM, LOWEST)
+    # a missing split counts with factor exp(LOWEST - peak) = 0
+    peaks_RPKG = parts_of_rows(peak_IKM).masked_fill_(plan.part_missing_RP[:, :, None, None], LOWEST)
     peak_RKG = peaks_RPKG.amax(1)
     if sinks_H is not None:
         sinks_KG = sinks_H.float().view(num_kv_heads, group)
         peak_RKG = torch.maximum(peak_RKG, sinks_KG)
     factor_RPKG = (peaks_RPKG - peak_RKG[:, None]).exp()
-    mass_RKG = sum_splits(parts_of_rows(weights_IKM64.sum(-1), 0.0) * factor_RPKG)
+    mass_RKG = sum_splits(parts_of_rows(weights_IKM64.sum(-1)) * factor_RPKG)
     if sinks_H is not None:
         mass_RKG = mass_RKG + (sinks_KG - peak_RKG).exp()
-    output_RKGD = sum_splits(parts_of_rows(output_IKMD, 0.0) * factor_RPKG[..., None])
+    output_RKGD = sum_splits(parts_of_rows(output_IKMD) * factor_RPKG[..., None])
     output_RKGD = output_RKGD / mass_RKG.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     return output_RKGD.reshape(num_rows, num_heads, -1).to(query_RHD.dtype)
 
