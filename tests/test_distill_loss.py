@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from foredraft.kernels import distill_loss_fused, distill_loss_ref
 from foredraft.kernels.distill_loss_ref import OUTSIDE, Teacher, distill_loss, map_teacher, token_loss
 
 # (positions, draft vocabulary, kept teacher tokens, target vocabulary); one production size, one odd size
@@ -106,8 +109,26 @@ def test_half_precision_log_never_exceeds_one() -> None:
     assert teacher.probs_NK.sum().item() <= 1.0 + 1e-6
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_fused_equals_reference(size: str) -> None:
+    logits_ND, teacher_NV, ids_NK, t2d_V = make_case(size)
+    teacher = teacher_of(teacher_NV, ids_NK, t2d_V)
+    upstream_N = torch.linspace(-1.0, 2.0, len(logits_ND))
+    losses, gradients = [], []
+    for implementation in (distill_loss_ref, distill_loss_fused):
+        leaf_ND = logits_ND.clone().requires_grad_()
+        loss_N = implementation.distill_loss(leaf_ND, teacher)
+        (loss_N * upstream_N).sum().backward()
+        losses.append(loss_N.detach())
+        gradients.append(leaf_ND.grad)
+    # sums of up to 8192 exponentials in another order
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("distill_loss", [distill_loss_ref.distill_loss, distill_loss_fused.distill_loss])
 @pytest.mark.parametrize("scale", [1.0, 80.0], ids=["plain", "saturated"])
-def test_finite_in_bfloat16_and_saturated(scale: float) -> None:
+def test_finite_in_bfloat16_and_saturated(scale: float, distill_loss: Callable[..., torch.Tensor]) -> None:
     logits_ND, teacher_NV, ids_NK, t2d_V = make_case("N5-D8192-K32-V49152")
     logits_ND = (scale * logits_ND).bfloat16().requires_grad_()
     loss_N = distill_loss(logits_ND, teacher_of(scale * teacher_NV, ids_NK, t2d_V))

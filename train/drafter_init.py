@@ -25,22 +25,22 @@ def build_drafter(recipe: DrafterRecipe, target_tokenizer_sha256: str) -> PreTra
         check_tokenizer(
             tokenizer_sha256(tokenizer), target_tokenizer_sha256, f"init.model {init.model}", recipe.target
         )
-        return load_for_training(init.model, None, recipe.trust_remote_code)
-    target = load_for_training(recipe.target, recipe.revision, recipe.trust_remote_code)
+        return load_for_training(init.model, None, recipe)
+    target = load_for_training(recipe.target, recipe.revision, recipe)
     if init.source == "target":
         return keep_layers(target, chosen_layers(init, target.config.get_text_config().num_hidden_layers))
     config = target.config
     cut_config(config, evenly_spaced(init.num_layers, config.get_text_config().num_hidden_layers))
     config.update(init.config or {})
     torch.manual_seed(recipe.seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=recipe.attention)
 
 
-def load_for_training(source: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
+def load_for_training(source: str, revision: str | None, recipe: DrafterRecipe) -> PreTrainedModel:
     """A causal LM in float32 with transformers' own attention."""
-    config = EngineConfig(dtype="float32", revision=revision, trust_remote_code=trust_remote_code)
+    config = EngineConfig(dtype="float32", revision=revision, trust_remote_code=recipe.trust_remote_code)
     model = load_causal_lm(source, config, "cpu")
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(recipe.attention)
     return model
 
 

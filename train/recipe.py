@@ -131,6 +131,7 @@ class DrafterRecipe:
     revision: str | None = None
     trust_remote_code: bool = False
     overwrite: bool = False  # replace another drafter in `out`
+    attention: Literal["sdpa", "eager"] = "sdpa"  # eager is faster for short rows on CPUs
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "foredraft"
     log_every: int = 10

@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from foredraft.kernels.distill_loss_ref import distill_loss, map_teacher, token_loss
+from foredraft.kernels.distill_loss_fused import distill_loss
+from foredraft.kernels.distill_loss_ref import map_teacher, token_loss
 from foredraft.train.acceptance import measure_acceptance
 from foredraft.train.batches import Batch, BatchPlan, collate, trained_length
 from foredraft.train.checkpoint import LoopState, load_checkpoint, save_checkpoint
