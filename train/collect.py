@@ -152,15 +152,16 @@ class Collection:
         decoder = ContinuousDecoder(target.model, target.eos_ids, log.manifest.top_k_logprobs)
         rows: dict[int, dict[tuple[int, int], LogRow]] = {shard: {} for shard in shards}
         num_done = num_tokens = 0
-        for response in decoder.run(self.jobs(shards)):
-            index, _ = response.job.key
-            shard = index // self.recipe.prompts_per_shard
-            rows[shard][response.job.key] = make_row(self.prompts[index], response)
-            num_done, num_tokens = num_done + 1, num_tokens + len(response.tokens)
-            report.update(num_done, f"{num_tokens} tokens")
-            if len(rows[shard]) == self.num_rows([shard]):
-                done = rows.pop(shard)
-                log.write_shard(shard, [done[key] for key in sorted(done)])
+        for completed in decoder.run(self.jobs(shards)):
+            for response in completed:
+                index, _ = response.job.key
+                shard = index // self.recipe.prompts_per_shard
+                rows[shard][response.job.key] = make_row(self.prompts[index], response)
+                num_done, num_tokens = num_done + 1, num_tokens + len(response.tokens)
+                if len(rows[shard]) == self.num_rows([shard]):
+                    done = rows.pop(shard)
+                    log.write_shard(shard, [done[key] for key in sorted(done)])
+            report.update(num_done + int(decoder.num_started), f"{num_tokens} tokens")
 
 
 def derive_seed(base: int, request_id: str, slot: int) -> int:

@@ -78,22 +78,29 @@ class ContinuousDecoder:
         self.prompt_ids: tuple[int, ...] = ()
         self.prompt_logits_V: torch.Tensor | None = None
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Response]:
-        """Complete responses, in the order in which they end.
+    @property
+    def num_started(self) -> float:
+        """Unfinished responses, each counted as the part of its greatest length that is there."""
+        return sum(len(response.tokens) / response.job.params.max_new_tokens for response in self.active)
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[list[Response]]:
+        """Decode all jobs; after every step, the responses that it completed (often none).
 
         Raises:
             ValueError: a prompt and its response do not fit in the pool even alone.
         """
         waiting = deque(jobs)
         while waiting or self.active:
-            yield from self._admit(waiting)
+            completed = self._admit(waiting)
             if self.active:
                 rows = [Row(seq=response.seq, token=response.tokens[-1]) for response in self.active]
-                yield from self._record(self.model.step(rows), self.active)
+                completed += self._record(self.model.step(rows), self.active)
                 self.active = [response for response in self.active if not response.finish_reason]
+            yield completed
 
-    def _admit(self, waiting: deque[Job]) -> Iterator[Response]:
+    def _admit(self, waiting: deque[Job]) -> list[Response]:
         """Start jobs while rows and pages are free; their first token comes from the prompt's logits."""
+        completed: list[Response] = []
         while waiting and len(self.active) < self.model.row_bucket:
             if not self._has_room(waiting[0]):
                 if not self.active and self.prompt_seq is None:
@@ -103,7 +110,7 @@ class ContinuousDecoder:
                         f"needs more than the {self.model.pool.num_pages - 1} KV pages of the pool"
                     )
                 self._leave_prompt()
-                return
+                break
             job = waiting.popleft()
             self._enter_prompt(job.prompt_ids)
             assert self.prompt_seq is not None and self.prompt_logits_V is not None
@@ -115,14 +122,15 @@ class ContinuousDecoder:
                 topk_logprobs=np.empty((size, self.num_kept), np.float16),
                 tail_mass=np.empty(size, np.float32),
             )
-            yield from self._record(self.prompt_logits_V[None], [response])
+            completed += self._record(self.prompt_logits_V[None], [response])
             if not response.finish_reason:
                 self.active.append(response)
             if not waiting or waiting[0].prompt_ids != job.prompt_ids:
                 self._leave_prompt()
+        return completed
 
-    def _record(self, logits_RV: torch.Tensor, responses: list[Response]) -> Iterator[Response]:
-        """Choose each row's token, keep its distribution, end rows that are complete."""
+    def _record(self, logits_RV: torch.Tensor, responses: list[Response]) -> list[Response]:
+        """Choose each row's token and keep its distribution; ends the responses that it completes."""
         top = top_tokens(logits_RV, max(self.num_kept, TOP_WIDTH))
         logprobs_RK = top.logits_RW[:, : self.num_kept] - logits_RV.logsumexp(-1, keepdim=True)
         tail_R = (1.0 - logprobs_RK.exp().sum(-1)).clamp(min=0.0).cpu().numpy()
@@ -144,7 +152,7 @@ class ContinuousDecoder:
             if is_end or len(response.tokens) == response.job.params.max_new_tokens:
                 response.finish_reason = "stop" if is_end else "length"
                 self.model.pool.free(response.seq)
-                yield response
+        return [response for response in responses if response.finish_reason]
 
     def _enter_prompt(self, prompt_ids: tuple[int, ...]) -> None:
         if self.prompt_seq is not None and self.prompt_ids == prompt_ids:
