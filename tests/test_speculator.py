@@ -111,7 +111,7 @@ def test_budget_stops_between_outcomes(speculator: Speculator) -> None:
 
 
 def test_a_full_suffix_does_not_churn(speculator: Speculator) -> None:
-    """Without a budget the tree fills its KV and then rests: likely nodes do not give way to unlikely ones."""
+    """Without a budget the tree fills its KV, then rests: no likely node gives way to an unlikely one."""
     speculator.open("d", [9, 8, 7], SAMPLED, SpeculationParams())
     for _ in range(200):
         if not speculator.expand("d", 1):
