@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.infer.config import read_config, run_command, save_resolved
@@ -47,7 +47,8 @@ def collect(recipe: LogRecipe, resolved: str) -> TargetLog:
     Raises:
         ValueError: bad prompts, a prompt that does not fit the target's context, a folder with another log.
     """
-    state = PartialState()
+    # PartialState alone would not read ACCELERATE_USE_CPU
+    state = Accelerator()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))
@@ -66,8 +67,11 @@ def collect(recipe: LogRecipe, resolved: str) -> TargetLog:
         state.wait_for_everyone()
         if is_main:
             log.gather()
-            num_prompts = len(collection.prompts)
-            report.say(f"target log {recipe.out}: {num_prompts} prompts, {log.num_tokens} response tokens")
+            report.say(
+                f"target log {recipe.out}: {len(collection.prompts)} prompts, {log.num_tokens} response "
+                f"tokens; {len(missing)} of {collection.num_shards} shards made now by "
+                f"{state.num_processes} processes"
+            )
     state.wait_for_everyone()
     return log
 
