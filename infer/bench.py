@@ -1,6 +1,8 @@
 """`foredraft bench`: the modes against each other on one loaded target, prompt by prompt, in rotating order.
 
 Every mode decodes every prompt with the same seed, `--repeats` times; a warm-up of each mode is not counted.
+All modes give the target the same threads. Where that leaves cores to the drafter, plain decoding on all cores
+is measured too: it is what a user would run instead.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from foredraft.infer.bench_summary import Case, Run, summarise
+from foredraft.infer.bench_summary import Case, Run, summarise, summarise_all_cores
 from foredraft.infer.config import UserError, run_command, write_text_atomic
 from foredraft.infer.flags import (
     SAMPLING_FLAGS,
@@ -93,7 +95,7 @@ def bench(argv: Sequence[str]) -> int:
     base_seed = draw_seed() if "seed" not in args else args.seed
     with load_engine(args, config, modes[-1]) as engine:
         cases = make_cases(args, engine, prompts, base_seed)
-        runs = measure(engine, cases, modes, args.repeats)
+        runs, all_cores = measure(engine, cases, modes, args.repeats)
         environment = describe(engine, config)
     report = {
         "target": args.target,
@@ -105,6 +107,7 @@ def bench(argv: Sequence[str]) -> int:
         "seed": base_seed,
         "sampling": given(args, [*SAMPLING_FLAGS, "raw"]),
         **summarise(runs, modes, config),
+        "plain_all_cores": summarise_all_cores(runs, all_cores, num_cores()),
         **environment,
     }
     text = json.dumps(report, indent=2, ensure_ascii=False)
@@ -138,8 +141,8 @@ def make_cases(
 ) -> list[Case]:
     """Every prompt at every temperature, encoded and seeded. Raises ValueError if one does not fit."""
     sampling = SamplingParams(**given(args, SAMPLING_FLAGS.keys() - {"temperature", "seed"}))
-    limit = min(engine.target.model.max_positions, engine.target.model.max_tokens) - 1
-    encoded = encode_all(prompts, engine.target.tokenizer, raw=args.raw, max_tokens=limit)
+    tokenizer, limit = engine.target.tokenizer, engine.max_prompt_tokens
+    encoded = encode_all(prompts, tokenizer, raw=args.raw, max_tokens=limit)
     return [
         Case(
             prompt,
@@ -151,20 +154,42 @@ def make_cases(
     ]
 
 
-def measure(engine: Engine, cases: Sequence[Case], modes: Sequence[Mode], repeats: int) -> list[Run]:
-    """Decode every case in every mode; the mode that goes first rotates, so that drift hits all alike."""
+def measure(
+    engine: Engine, cases: Sequence[Case], modes: Sequence[Mode], repeats: int
+) -> tuple[list[Run], list[Run]]:
+    """Decode every case in every mode; the mode that goes first rotates, so that drift hits all alike.
+
+    Returns:
+        The runs, and those of plain decoding on all cores (none without plain, or where the modes use them all).
+    """
     warm_up(engine, cases[0], modes)
     runs: list[Run] = []
+    all_cores: list[Run] = []
+    has_reference = "plain" in modes and num_cores() > engine.num_threads
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("bench", total=repeats * len(cases) * len(modes))
+        task = progress.add_task("bench", total=repeats * len(cases) * (len(modes) + has_reference))
         for repeat in range(repeats):
             for number, case in enumerate(cases):
                 first = (repeat + number) % len(modes)
                 for mode in (*modes[first:], *modes[:first]):
-                    [completion] = engine.generate([case.token_ids], [case.params], mode=mode)
-                    runs.append(Run(mode, repeat, case, completion.token_ids, completion.request_stats))
+                    runs.append(decode(engine, case, mode, repeat))
                     progress.advance(task)
-    return runs
+                if has_reference:
+                    with engine.using_threads(num_cores()):
+                        all_cores.append(decode(engine, case, "plain", repeat))
+                    progress.advance(task)
+    return runs, all_cores
+
+
+def decode(engine: Engine, case: Case, mode: Mode, repeat: int) -> Run:
+    """One counted decode."""
+    [completion] = engine.generate([case.token_ids], [case.params], mode=mode)
+    return Run(mode, repeat, case, completion.token_ids, completion.request_stats)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def warm_up(engine: Engine, case: Case, modes: Sequence[Mode]) -> None:
@@ -179,7 +204,7 @@ def describe(engine: Engine, config: EngineConfig) -> dict[str, Any]:
     return {
         "dtype": str(engine.target.model.model.dtype).removeprefix("torch."),
         "threads": engine.num_threads,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "machine": platform.platform(),
         "versions": {"python": platform.python_version(), **dict(package_versions(PACKAGES))},
         "engine": dataclasses.asdict(config),
@@ -213,6 +238,8 @@ def print_table(report: dict[str, Any], config: EngineConfig) -> None:
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for result in report["results"]:
         table.add_row(*table_row(result, report))
+    for result in report["plain_all_cores"]:
+        table.add_row(*all_cores_row(result))
     terminal = Console()
     # a pipe has no width: never cut columns there
     (terminal if terminal.is_terminal else Console(width=120)).print(table)
@@ -246,6 +273,22 @@ def table_row(result: dict[str, Any], report: dict[str, Any]) -> list[str]:
         "-" if stats["hit_rate"] is None else f"{stats['hit_rate']:.2f}",
         f"{stats['seconds_waiting_for_draft']:.1f} s",
         f"{num_prompts - len(differing)} of {num_prompts}" if outputs else "-",
+    ]
+
+
+def all_cores_row(result: dict[str, Any]) -> list[str]:
+    """Plain decoding on all cores as the cells of the table."""
+    low, high = result["interval"]
+    speed, ratio = f"{result['tokens_per_second']:.1f}", f"{result['ratio']:.2f} ({low:.2f} to {high:.2f})"
+    return [
+        f"plain, {result['threads']} threads",
+        f"{result['temperature']:g}",
+        speed,
+        ratio,
+        "1.00",
+        "-",
+        "-",
+        "-",
     ]
 
 

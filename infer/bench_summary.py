@@ -94,6 +94,22 @@ def summarise(runs: Sequence[Run], modes: Sequence[Mode], config: EngineConfig) 
     }
 
 
+def summarise_all_cores(runs: Sequence[Run], all_cores: Sequence[Run], threads: int) -> list[dict[str, Any]]:
+    """Speed of plain decoding on all cores, and over plain's with the common number of threads."""
+    result = []
+    for temperature in dict.fromkeys(run.case.params.temperature for run in all_cores):
+        reference, plain = (
+            Timing.of(
+                [r for r in group if r.mode == "plain" and r.case.params.temperature == temperature],
+                1 + max(r.repeat for r in group),
+            )
+            for group in (all_cores, runs)
+        )
+        figures = {"threads": threads, "tokens_per_second": float(reference.speed())}
+        result.append({"temperature": temperature, **figures, **ratio_with_interval(reference, plain)})
+    return result
+
+
 def summarise_group(
     key: tuple[Mode, float], runs: Sequence[Run], timing: Timing, config: EngineConfig
 ) -> dict[str, Any]:

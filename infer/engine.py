@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -97,6 +98,15 @@ class Engine:
     def num_threads(self) -> int:
         """Threads of the target: the same in every mode, since they may change the last bits."""
         return self.config.threads or max(1, len(os.sched_getaffinity(0)) - self.config.draft_threads)
+
+    @contextmanager
+    def using_threads(self, num_threads: int) -> Iterator[None]:
+        """Decode with other threads for a while; the last bits may differ from those of the modes."""
+        torch.set_num_threads(num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self.num_threads)
 
     def check_drafter(self, drafter: str) -> None:
         """Refuse a drafter that does not belong to the target."""

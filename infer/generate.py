@@ -73,9 +73,8 @@ def generate(argv: Sequence[str]) -> int:
     base_seed = draw_seed() if sampling.seed is None else sampling.seed
     params = [dataclasses.replace(sampling, seed=line_seed(base_seed, prompt)) for prompt in prompts]
     with load_engine(args, config, mode, args.trace) as engine:
-        model = engine.target.model
-        limit = min(model.max_positions, model.max_tokens) - 1
-        requests = encode_all(prompts, engine.target.tokenizer, raw=args.raw, max_tokens=limit)
+        tokenizer, limit = engine.target.tokenizer, engine.max_prompt_tokens
+        requests = encode_all(prompts, tokenizer, raw=args.raw, max_tokens=limit)
         write = write_json if args.json else write_text
         write(engine, prompts, requests, params)
     return 0

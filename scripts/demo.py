@@ -133,6 +133,14 @@ def table_row(result: dict[str, Any], report: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def all_cores_row(result: dict[str, Any]) -> str:
+    """Plain decoding on all cores, the drafter's included, as a row of a Markdown table."""
+    low, high = result["interval"]
+    cells = [f"plain, {result['threads']} threads", f"{result['temperature']:g}"]
+    cells += [number(result["tokens_per_second"], 1), f"{result['ratio']:.2f} ({low:.2f} to {high:.2f})"]
+    return f"| {' | '.join([*cells, '1.00', '-', '-'])} |"
+
+
 def circumstances(report: dict[str, Any], card: dict[str, Any], record: dict[str, Any]) -> str:
     """What the figures belong to: block, budget, prompts, machine, training, time."""
     spec, max_tokens = report["engine"]["speculation"], report["sampling"]["max_new_tokens"]
@@ -159,6 +167,7 @@ def table(report: dict[str, Any], card: dict[str, Any], record: dict[str, Any]) 
         "same as plain",
     )
     rows = [table_row(result, report) for result in report["results"]]
+    rows += [all_cores_row(result) for result in report["plain_all_cores"]]
     header = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     return "\n".join([*header, *rows, "", circumstances(report, card, record)])
 

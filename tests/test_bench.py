@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,11 +28,11 @@ class FakeEngine:
     """Eight decoded tokens a completion: 8 rounds in plain mode, 4 in the others, at fixed seconds each."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        model = SimpleNamespace(
-            max_positions=100, max_tokens=90, model=SimpleNamespace(dtype="torch.bfloat16")
-        )
+        model = SimpleNamespace(model=SimpleNamespace(dtype="torch.bfloat16"))
         self.target = SimpleNamespace(tokenizer=tokenizer, model=model)
+        self.max_prompt_tokens = 89
         self.num_threads = 1
+        self.threads_in_use = 1
         self.asked: list[tuple[Mode, SamplingParams, tuple[int, ...]]] = []
         self.diverging: Mode | None = None
         self.slow_calls: set[int] = set()
@@ -41,7 +42,9 @@ class FakeEngine:
     ) -> list[Completion]:
         [ids], [one] = prompts, params
         self.asked.append((mode, one, tuple(ids)))
-        seconds = SECONDS_PER_ROUND[mode] * (100 if len(self.asked) in self.slow_calls else 1)
+        seconds = (
+            SECONDS_PER_ROUND[mode] / self.threads_in_use * (100 if len(self.asked) in self.slow_calls else 1)
+        )
         stats = RequestStats(mode, prefill_chunks=1)
         for number in range(8 if mode == "plain" else 4):
             outcome = "hit" if mode == "async" and number else None
@@ -53,6 +56,12 @@ class FakeEngine:
             tokens[4] = 99
         assert one.seed is not None
         return [Completion("text", tokens, len(ids), "length", one.seed, stats.as_dict(), stats)]
+
+    @contextmanager
+    def using_threads(self, num_threads: int) -> Iterator[None]:
+        self.threads_in_use = num_threads
+        yield
+        self.threads_in_use = self.num_threads
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -70,6 +79,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerF
         return fake
 
     monkeypatch.setattr(bench, "load_engine", load)
+    monkeypatch.setattr(bench, "num_cores", lambda: 1)
     return fake
 
 
@@ -118,6 +128,25 @@ def test_json_layout(engine: FakeEngine, prompt_file: str, capsys: pytest.Captur
     assert found["cores"] >= found["threads"] == 1
     assert found["versions"]["torch"]
     assert (found["num_prompts"], found["repeats"], found["seed"]) == (3, 3, 10)
+
+
+def test_plain_decoding_on_all_cores_is_measured_too(
+    engine: FakeEngine, prompt_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "num_cores", lambda: 4)
+    assert run(prompt_file, "--json", "--temperature", "0", "1") == 0
+    zero, one = report(capsys)["plain_all_cores"]
+    assert (zero["temperature"], zero["threads"], zero["tokens_per_second"], zero["ratio"]) == (
+        0.0,
+        4,
+        4.0,
+        4.0,
+    )
+    assert (one["temperature"], one["ratio"]) == (1.0, 4.0)
+    assert run(prompt_file) == 0
+    assert "plain, 4 threads" in capsys.readouterr().out
+    assert run(prompt_file, "--json", "--modes", "async") == 0
+    assert report(capsys)["plain_all_cores"] == []
 
 
 def test_order_rotates_seeds_agree_and_the_warm_up_is_not_counted(

@@ -49,6 +49,15 @@ def report(num_prompts: int = 3) -> dict[str, Any]:
                 "on_miss": "ngram",
             }
         },
+        "plain_all_cores": [
+            {
+                "temperature": 0.0,
+                "threads": 2,
+                "tokens_per_second": 25.0,
+                "ratio": 1.25,
+                "interval": [1.2, 1.3],
+            }
+        ],
         "num_prompts": num_prompts,
         "sampling": {"max_new_tokens": 128},
         "dtype": "bfloat16",

@@ -21,8 +21,8 @@ class FakeEngine:
     """Answers with the prompt's own tokens; remembers what it was asked."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        model = SimpleNamespace(max_positions=100, max_tokens=90)
-        self.target = SimpleNamespace(tokenizer=tokenizer, model=model)
+        self.target = SimpleNamespace(tokenizer=tokenizer)
+        self.max_prompt_tokens = 89
         self.asked: list[tuple[list[int], SamplingParams]] = []
         self.loaded: tuple[argparse.Namespace, EngineConfig, str, str | None] | None = None
         self.is_closed = False

@@ -48,7 +48,7 @@ def assert_as_if_fresh(speculator: Speculator, name: str, sampling: SamplingPara
 def test_guesses_survive_every_interleaving(
     speculator: Speculator, sampling: SamplingParams, shape: str
 ) -> None:
-    """Outcomes arrive before, while and after jobs run; hits, partial matches and misses of several tokens."""
+    """Outcomes arrive before, while and after jobs run: hits, partial matches, misses of several tokens."""
     generator = random.Random(0)
     params = SpeculationParams(block=shape, fan_out=4)
     speculator.open("a", [generator.randrange(320) for _ in range(70)], sampling, params)
