@@ -1,7 +1,7 @@
 """`foredraft bench`: the modes against each other on one loaded target, prompt by prompt, in rotating order.
 
 Every mode decodes every prompt with the same seed, `--repeats` times; a warm-up of each mode is not counted.
-All modes give the target the same threads. Where that leaves cores to the drafter, plain decoding on all cores
+All modes give the target the same threads. Where that leaves a core to the drafter, plain on all cores
 is measured too: it is what a user would run instead.
 """
 
@@ -160,7 +160,7 @@ def measure(
     """Decode every case in every mode; the mode that goes first rotates, so that drift hits all alike.
 
     Returns:
-        The runs, and those of plain decoding on all cores (none without plain, or where the modes use them all).
+        The runs, and those of plain decoding on all cores (none without plain or where all modes use them).
     """
     warm_up(engine, cases[0], modes)
     runs: list[Run] = []
