@@ -68,10 +68,13 @@ class Student(nn.Module):
         Raises:
             ValueError: the model's own logits differ.
         """
+        was_training = self.training
+        self.eval()
         vocab_size = self.model.config.get_text_config().vocab_size
         ids_1T = torch.arange(1, 9)[None].to(self.model.device) % vocab_size
         own_ND = self(ids_1T, torch.arange(8, device=ids_1T.device))
         logits_NV = self.model(input_ids=ids_1T, use_cache=False).logits[0]
+        self.train(was_training)
         expected_ND = logits_NV if self.d2t_D is None else logits_NV[:, self.d2t_D]
         difference = float((own_ND - expected_ND).abs().max())
         if difference > 1e-3 * max(1.0, float(expected_ND.abs().max())):

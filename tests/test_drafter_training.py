@@ -1,0 +1,298 @@
+"""Training of drafters: it learns, resumes bit for bit, runs on two processes, others can load the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foredraft.infer.config import read_config
+from foredraft.infer.drafter_card import read_drafter_card
+from foredraft.infer.drafters import load_drafter
+from foredraft.infer.params import EngineConfig
+from foredraft.train.collect import collect
+from foredraft.train.drafter import train_drafter
+from foredraft.train.log_rows import LogRow
+from foredraft.train.recipe import DrafterRecipe, InitRecipe, LogRecipe, ResponseGroup
+from foredraft.train.target_log import TargetLog
+from foredraft.train.trainer import Trainer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def log_folder(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Log of the tiny target: 40 prompts, a fifth held out, greedy and sampled."""
+    folder = tmp_path_factory.mktemp("training")
+    lines = [{"prompt": f"word {n * n}", "split": "train" if n % 5 else "heldout"} for n in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = LogRecipe(
+        target=str(tiny_target),
+        prompts=str(folder / "prompts.jsonl"),
+        out=str(folder / "log"),
+        groups=(
+            ResponseGroup(responses=1, temperature=0.0),
+            ResponseGroup(responses=2, temperature=1.0, top_p=0.95),
+        ),
+        max_new_tokens=24,
+        top_k_logprobs=16,
+        heldout_fraction=0.1,
+        seed=0,
+        prompts_per_shard=20,
+        dtype="float32",
+        rows=32,
+    )
+    collect(recipe, "recipe")
+    return folder / "log"
+
+
+@pytest.fixture
+def recipe(log_folder: Path, tiny_target: Path, tmp_path: Path) -> DrafterRecipe:
+    return DrafterRecipe(
+        log=str(log_folder),
+        target=str(tiny_target),
+        out=str(tmp_path / "drafter"),
+        init=InitRecipe(source="target", num_layers=2),
+        draft_vocab_size=200,
+        freeze_embeddings=True,
+        epochs=2.0,
+        batch_tokens=512,
+        accumulation=1,
+        max_length=128,
+        learning_rate=3e-3,
+        warmup_fraction=0.1,
+        final_fraction=0.1,
+        weight_decay=0.01,
+        clip_norm=1.0,
+        precision="float32",
+        seed=0,
+        k=4,
+        eval_every=5,
+        eval_rows=12,
+        save_every=0,
+    )
+
+
+def weights_of(folder: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def assert_bitwise_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_training_raises_heldout_acceptance(recipe: DrafterRecipe) -> None:
+    train_drafter(replace(recipe, epochs=12.0, eval_every=0), "recipe text")
+    card = read_drafter_card(recipe.out)
+    assert card is not None
+    assert (Path(recipe.out) / "recipe.yaml").read_text() == "recipe text"
+    first = replace(recipe, out=recipe.out + "-untrained", learning_rate=1e-9, epochs=0.1)
+    train_drafter(first, "recipe text")
+    before = read_drafter_card(first.out)
+    assert before is not None
+    for temperature in ("0", "1"):
+        measured = card.measured["heldout"][temperature]
+        assert measured["top1"] > before.measured["heldout"][temperature]["top1"] + 0.1
+        assert measured["tokens_per_verify"] > 1.0
+    assert card.training["tokens"] == 12 * sum(
+        len(row.response_ids) for row in TargetLog.open(recipe.log).rows("train")
+    )
+
+
+def test_resume_is_bitwise(recipe: DrafterRecipe) -> None:
+    # dropout draws from the RNG that a checkpoint must restore
+    init = InitRecipe(source="scratch", num_layers=2, config={"attention_dropout": 0.1})
+    straight = replace(recipe, init=init, attention="eager", save_every=3)
+    train_drafter(straight, "x")
+    resumed = replace(straight, out=recipe.out + "-resumed")
+    train_drafter(resumed, "x", stop_at=5)
+    assert not Path(resumed.out).exists()
+    checkpoints = [path.name for path in Path(resumed.out + ".training").iterdir()]
+    assert checkpoints == ["checkpoint-000005"]
+    torch.manual_seed(1234)
+    train_drafter(resumed, "x")
+    assert_bitwise_equal(weights_of(straight.out), weights_of(resumed.out))
+    cards = [read_drafter_card(out) for out in (straight.out, resumed.out)]
+    assert cards[0].training["steps"] == cards[1].training["steps"] >= 10
+    assert cards[0].training["curve"] == cards[1].training["curve"]
+    assert not Path(resumed.out + ".training").exists()
+
+
+def test_checkpoint_of_another_recipe_is_refused(recipe: DrafterRecipe) -> None:
+    train_drafter(recipe, "x", stop_at=2)
+    with pytest.raises(ValueError, match="is of another recipe or target log; delete"):
+        train_drafter(replace(recipe, learning_rate=1e-3), "x")
+
+
+def test_a_finished_drafter_is_not_trained_again(
+    recipe: DrafterRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_drafter(replace(recipe, epochs=0.5), "x")
+    before = (Path(recipe.out) / "model.safetensors").stat().st_mtime_ns
+    train_drafter(replace(recipe, epochs=0.5, log_every=3), "x")
+    assert "complete already" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="holds a drafter of another recipe or target log"):
+        train_drafter(replace(recipe, epochs=0.6), "x")
+    assert (Path(recipe.out) / "model.safetensors").stat().st_mtime_ns == before
+    train_drafter(replace(recipe, epochs=0.6, overwrite=True), "x")
+    assert (Path(recipe.out) / "model.safetensors").stat().st_mtime_ns != before
+
+
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "trained"])
+def test_artifact_is_a_normal_model(recipe: DrafterRecipe, tiny_target: Path, freeze: bool) -> None:
+    train_drafter(replace(recipe, freeze_embeddings=freeze, epochs=1.0), "x")
+    model = AutoModelForCausalLM.from_pretrained(recipe.out)
+    target = AutoModelForCausalLM.from_pretrained(tiny_target)
+    card, drafter = read_drafter_card(recipe.out), load_drafter(recipe.out, EngineConfig(dtype="float32"))
+    assert card is not None
+    d2t_D = load_file(Path(recipe.out) / card.draft_vocab)["d2t"]
+    assert model.config.num_hidden_layers == 2
+    assert d2t_D.dtype == torch.int64
+    assert torch.equal(drafter.token_ids_C, d2t_D)
+    assert (len(d2t_D), bool((d2t_D.diff() > 0).all())) == (200, True)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.out)
+    assert set(tokenizer.all_special_ids) <= set(d2t_D.tolist())
+    outside_V = torch.ones(320, dtype=torch.bool)
+    outside_V[d2t_D] = False
+    assert torch.equal(model.lm_head.weight[outside_V], target.lm_head.weight[outside_V])
+    is_same = torch.equal(model.lm_head.weight[d2t_D], target.lm_head.weight[d2t_D])
+    assert is_same == freeze
+
+
+def test_whole_vocabulary_and_tied_head(
+    recipe: DrafterRecipe, log_folder: Path, make_tiny_model: object, tmp_path: Path
+) -> None:
+    other = make_tiny_model("tied", seed=5, tie_word_embeddings=True, num_hidden_layers=1, hidden_size=16)
+    from_model = replace(
+        recipe,
+        init=InitRecipe(source="model", model=str(other)),
+        draft_vocab_size=0,
+        freeze_embeddings=False,
+        accumulation=2,
+        epochs=1.0,
+    )
+    train_drafter(from_model, "x")
+    card = read_drafter_card(recipe.out)
+    assert card is not None
+    assert card.draft_vocab is None
+    model = AutoModelForCausalLM.from_pretrained(recipe.out)
+    assert model.lm_head.weight.shape == (320, 16)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def token_log(log_folder: Path, folder: Path) -> TargetLog:
+    """The same log without distributions."""
+    source = TargetLog.open(log_folder)
+    manifest = replace(source.manifest, top_k_logprobs=0, num_shards=1, shards=[])
+    log = TargetLog.start(folder, manifest)
+
+    def strip(row: LogRow) -> LogRow:
+        nothing = np.empty((len(row.response_ids), 0))
+        return replace(row, topk_ids=nothing, topk_logprobs=nothing)
+
+    log.write_shard(0, [strip(row) for row in source.rows()])
+    log.gather()
+    return log
+
+
+def test_a_log_of_tokens_trains_by_cross_entropy(
+    recipe: DrafterRecipe, log_folder: Path, tmp_path: Path
+) -> None:
+    token_log(log_folder, tmp_path / "tokens")
+    train_drafter(replace(recipe, log=str(tmp_path / "tokens"), epochs=8.0, eval_every=0), "x")
+    card = read_drafter_card(recipe.out)
+    assert card is not None
+    assert card.measured["heldout"]["0"]["top8"] > 0.2
+
+
+def launch(recipe: DrafterRecipe, folder: Path, num_processes: int) -> subprocess.CompletedProcess[str]:
+    path = folder / f"recipe-{num_processes}.yaml"
+    settings = asdict(recipe)
+    settings["init"] = {name: value for name, value in settings["init"].items() if value}
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
+    flags = ["--multi_gpu", "--num_processes", "2"] if num_processes == 2 else ["--num_processes", "1"]
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+    command = [*accelerate, "-m", "foredraft.train.drafter", "--config", str(path)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_two_processes_train_like_two_accumulated_batches(recipe: DrafterRecipe, tmp_path: Path) -> None:
+    one = replace(recipe, out=str(tmp_path / "one"), accumulation=2, save_every=2)
+    two = replace(recipe, out=str(tmp_path / "two"), accumulation=1, save_every=2)
+    for num_processes, wanted in ((1, one), (2, two)):
+        result = launch(wanted, tmp_path, num_processes)
+        assert result.returncode == 0, result.stderr
+        card = read_drafter_card(wanted.out)
+        assert card is not None
+        assert card.training["processes"] == num_processes
+    first, second = weights_of(one.out), weights_of(two.out)
+    # the sums of gradients are taken in another order
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-3, atol=2e-4, msg=name)
+
+
+def test_a_step_that_is_not_finite_ends_the_run(
+    recipe: DrafterRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, calls = Trainer.loss, []
+
+    def poisoned(trainer: Trainer, batch: object) -> torch.Tensor:
+        calls.append(1)
+        return loss(trainer, batch) * (float("nan") if len(calls) == 4 else 1.0)
+
+    monkeypatch.setattr(Trainer, "loss", poisoned)
+    with pytest.raises(ValueError, match=r"step 3: loss nan, gradient norm nan.*Lower learning_rate"):
+        train_drafter(replace(recipe, save_every=1), "x")
+    assert not Path(recipe.out).exists()
+    assert [path.name for path in Path(recipe.out + ".training").iterdir()] == ["checkpoint-000003"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"init": InitRecipe(source="target", num_layers=9)}, r"num_layers must be in 1\.\.3"),
+        ({"init": InitRecipe(source="target", layers=(0, 7))}, r"layers must be in 0\.\.2, got \[0, 7\]"),
+        ({"draft_vocab_size": 2}, r"draft_vocab_size must be in 3\.\.320"),
+        ({"max_length": 2}, "no train row with a prompt shorter than max_length 2"),
+        ({"log": "nowhere"}, "nowhere is not a target log"),
+    ],
+    ids=["depth", "layers", "vocabulary", "length", "log"],
+)
+def test_bad_recipes_are_refused(recipe: DrafterRecipe, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_drafter(replace(recipe, **changes), "x")
+    assert not Path(recipe.out).exists()
+
+
+def test_log_of_another_target_is_refused(recipe: DrafterRecipe, make_tiny_model: object) -> None:
+    other = make_tiny_model("other", seed=9)
+    with pytest.raises(ValueError, match=r"is of target tiny-target .*, the recipe's target is other"):
+        train_drafter(replace(recipe, target=str(other)), "x")
+
+
+def test_wandb_offline(recipe: DrafterRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_drafter(replace(recipe, wandb="offline", epochs=0.5, log_every=1), "x")
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "recipes").glob("*_*.yaml")), ids=lambda path: path.stem
+)
+def test_every_recipe_loads(path: Path) -> None:
+    cls = LogRecipe if path.stem.endswith("_log") else DrafterRecipe
+    instance, resolved = read_config(cls, ["--config", str(path)], "recipe")
+    assert isinstance(instance, cls)
+    assert yaml.safe_load(resolved).keys() == set(cls.__slots__)
