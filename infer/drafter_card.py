@@ -72,6 +72,6 @@ def check_drafter(
     if not allow_target_mismatch and not card.target.is_same(target):
         raise ValueError(
             f"the drafter was trained for target {card.target}, the target is {target}: its guesses "
-            "would fit less well. Train a drafter for this target, or pass --allow-target-mismatch true "
+            "would fit less well. Train a drafter for this target, or pass --allow-target-mismatch "
             "(the output stays exact, only speed suffers)"
         )
