@@ -12,10 +12,8 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 import sys
-import typing
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +36,7 @@ from foredraft.infer.flags import (
     unused_flags,
     warn,
 )
-from foredraft.infer.params import MODES, EngineConfig, Mode, SamplingParams
+from foredraft.infer.params import MODES, EngineConfig, Mode, SamplingParams, num_cores
 from foredraft.infer.prompts import Prompt, draw_seed, encode_all, file_sha256, line_seed, read_prompts
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ def parser() -> FlagParser:
 def parse_modes(text: str) -> list[Mode]:
     """`async,plain` -> [plain, async]. Raises ArgumentTypeError for an unknown or repeated one."""
     names = [name.strip() for name in text.split(",")]
-    modes: list[Mode] = [mode for mode in typing.get_args(Mode) if mode in names]
+    modes: list[Mode] = [mode for mode in MODES if mode in names]
     if len(modes) < len(names):
         raise argparse.ArgumentTypeError(f"expected some of {','.join(MODES)}, each once, got {text!r}")
     return modes
@@ -185,11 +183,6 @@ def decode(engine: Engine, case: Case, mode: Mode, repeat: int) -> Run:
     """One counted decode."""
     [completion] = engine.generate([case.token_ids], [case.params], mode=mode)
     return Run(mode, repeat, case, completion.token_ids, completion.request_stats)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def warm_up(engine: Engine, case: Case, modes: Sequence[Mode]) -> None:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 Mode = Literal["plain", "sync", "async"]
 MODES: tuple[Mode, ...] = ("plain", "sync", "async")
 BlockShape = Literal["chain", "tree"]
 MissPolicy = Literal["wait", "ngram", "plain"]
 ExpandPolicy = Literal["confidence", "confidence-q"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def require(condition: bool, name: str, expected: str, found: object) -> None:
     """Raise a ValueError that names the setting, what it must be and what was given."""
     if not condition:
         raise ValueError(f"{name} must be {expected}, got {found!r}")
+
+
+def require_choice(choices: Any, name: str, found: object) -> None:
+    """Raise a ValueError unless `found` is one of a Literal type's values."""
+    values = get_args(choices)
+    require(found in values, name, f"one of {', '.join(values)}", found)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +78,12 @@ class SpeculationParams:
 
     def __post_init__(self) -> None:
         require(1 <= self.k <= 64, "k", "in 1..64", self.k)
-        require(self.block in ("chain", "tree"), "block", "chain or tree", self.block)
+        require_choice(BlockShape, "block", self.block)
         require(1 <= self.block_nodes <= 255, "block_nodes", "in 1..255", self.block_nodes)
         require(1 <= self.fan_out <= 64, "fan_out", "in 1..64", self.fan_out)
         require(self.budget >= 0, "budget", "0 (no limit) or positive", self.budget)
-        require(
-            self.policy in ("confidence", "confidence-q"), "policy", "confidence or confidence-q", self.policy
-        )
-        require(self.on_miss in ("wait", "ngram", "plain"), "on_miss", "wait, ngram or plain", self.on_miss)
+        require_choice(ExpandPolicy, "policy", self.policy)
+        require_choice(MissPolicy, "on_miss", self.on_miss)
         require(
             self.draft_timeout_ms >= 0, "draft_timeout_ms", "0 (automatic) or positive", self.draft_timeout_ms
         )
@@ -83,29 +94,22 @@ class SpeculationParams:
 class EngineConfig:
     """Where and how the models run. What changes numerical results is here, so that all modes share it."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     device: str = "cpu"
     draft_device: str = "cpu"
-    threads: int = (
-        0  # of the target; 0: all cores but those of the draft server, at least one, the same in every mode
-    )
+    threads: int = 0  # of the target, the same in every mode; 0: all cores but the draft server's
     draft_threads: int = 1
     row_bucket: int = 8  # rows of every target step; padding rows write to scratch
     prefill_chunk: int = 64  # tokens of a prefill step, aligned to absolute position
     page_size: int = 64  # tokens of a KV page
     num_pages: int = 0  # 0: enough for one context of the model's length, at most 16384 tokens
-    revision: str | None = None
+    revision: str | None = None  # of the target on the Hub
     trust_remote_code: bool = False
     allow_target_mismatch: bool = False
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
-        require(
-            self.dtype in ("auto", "float32", "bfloat16", "float16"),
-            "dtype",
-            "auto, float32, bfloat16 or float16",
-            self.dtype,
-        )
+        require_choice(Dtype, "dtype", self.dtype)
         require(self.threads >= 0, "threads", "0 (automatic) or positive", self.threads)
         require(self.draft_threads >= 1, "draft_threads", "at least 1", self.draft_threads)
         require(2 <= self.row_bucket <= 256, "row_bucket", "in 2..256", self.row_bucket)
@@ -122,3 +126,14 @@ class EngineConfig:
             self.page_size,
         )
         require(self.num_pages >= 0, "num_pages", "0 (automatic) or positive", self.num_pages)
+
+    @property
+    def of_drafter(self) -> EngineConfig:
+        """The settings under which the drafter is loaded: its own device, its newest revision."""
+        return replace(self, device=self.draft_device, revision=None)
+
+    @property
+    def hub_options(self) -> dict[str, Any]:
+        """Keyword arguments of every `from_pretrained`; settings that are off are left to transformers."""
+        options = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        return {name: value for name, value in options.items() if value}
