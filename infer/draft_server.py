@@ -46,9 +46,9 @@ def load_speculator(arguments: argparse.Namespace) -> tuple[Drafting, messages.R
     found_sha256 = card.tokenizer_sha256 if card else ""
     if arguments.target_tokenizer_sha256:
         if card is None:
-            from transformers import AutoTokenizer
+            from foredraft.infer.target import load_tokenizer
 
-            found_sha256 = tokenizer_sha256(AutoTokenizer.from_pretrained(arguments.drafter))
+            found_sha256 = tokenizer_sha256(load_tokenizer(arguments.drafter, config.of_drafter))
         check_tokenizer(found_sha256, arguments.target_tokenizer_sha256, "the drafter", arguments.target)
 
     import torch

@@ -9,7 +9,6 @@ empty blocks.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from foredraft.infer.drafter_card import check_drafter, read_drafter_card
 from foredraft.infer.drafters import load_drafter
 from foredraft.infer.guessers import Guess, Guesser, PlainGuesser, SyncGuesser
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
-from foredraft.infer.params import MODES, EngineConfig, Mode, SamplingParams
+from foredraft.infer.params import MODES, EngineConfig, Mode, SamplingParams, num_cores
 from foredraft.infer.prompts import Message, Prompt, draw_seed, encode
 from foredraft.infer.remote_guesser import RemoteGuesser
 from foredraft.infer.request import Completion, Request
@@ -97,7 +96,7 @@ class Engine:
     @property
     def num_threads(self) -> int:
         """Threads of the target: the same in every mode, since they may change the last bits."""
-        return self.config.threads or max(1, len(os.sched_getaffinity(0)) - self.config.draft_threads)
+        return self.config.threads or max(1, num_cores() - self.config.draft_threads)
 
     @contextmanager
     def using_threads(self, num_threads: int) -> Iterator[None]:
@@ -117,7 +116,7 @@ class Engine:
                 card, self.target.identity, expected, allow_target_mismatch=self.config.allow_target_mismatch
             )
         else:
-            found = tokenizer_sha256(load_tokenizer(drafter, self.config))
+            found = tokenizer_sha256(load_tokenizer(drafter, self.config.of_drafter))
             check_tokenizer(found, expected, "the drafter", self.target.source)
 
     def check_mode(self, mode: str) -> None:

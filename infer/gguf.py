@@ -3,6 +3,8 @@
 Quantised blocks are expanded on load: a GGUF target and its unpacked folder are the same model bit for bit.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -61,14 +63,14 @@ def dequantise_gguf(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat1
 
 
 def _check_readable(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"no GGUF file at {path}")
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
             f"reading {path} needs {' and '.join(missing)}, which transformers uses for GGUF files: "
             "pip install 'foredraft[gguf]'"
         )
-    if not path.is_file():
-        raise ValueError(f"no GGUF file at {path}")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":

@@ -30,6 +30,8 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
+MAX_SUFFIX = 256  # nodes of a speculative suffix, unless a pool is made for fewer
+
 Slots = npt.NDArray[np.int64]
 
 
@@ -69,7 +71,7 @@ class KVPool:
     Methods raise KeyError for an unknown sequence or node. Node ids are unique in the pool and never reused.
     """
 
-    def __init__(self, num_pages: int, page_size: int = 64, max_suffix: int = 256) -> None:
+    def __init__(self, num_pages: int, page_size: int = 64, max_suffix: int = MAX_SUFFIX) -> None:
         """num_pages counts page 0, which is reserved. Raises ValueError if nothing could be stored."""
         if num_pages < 2 or page_size < 1 or max_suffix < 1:
             raise ValueError(

@@ -1,22 +1,21 @@
 """A Hugging Face causal LM on a paged KV pool: target and `lm` drafters alike.
 
 Every step runs in one static bucket of rows, every prefill step in one static chunk, whatever they hold: the
-    same rows have the same bits in
-plain, synchronous and asynchronous decoding.
+same rows have the same bits in plain, synchronous and asynchronous decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foredraft.infer.attention import ATTENTION_NAME, PagedContext, ProbeContext, register
 from foredraft.infer.gguf import load_gguf
-from foredraft.infer.kv_pool import KVPool
+from foredraft.infer.kv_pool import MAX_SUFFIX, KVPool
 from foredraft.infer.kv_storage import KVStorage, LayerShape
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.step_plan import Row, StepPlan, plan_prefill, plan_step
@@ -41,32 +40,27 @@ class PagedModel:
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.max_positions: int = getattr(text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT
-        num_pages = config.num_pages or -(
-            -min(self.max_positions, DEFAULT_CONTEXT) // config.page_size
-        ) + 1 + self.suffix_pages(config)
+        context_pages = -(-min(self.max_positions, DEFAULT_CONTEXT) // config.page_size)
+        num_pages = config.num_pages or context_pages + num_reserved_pages(config.page_size)
         self.pool = KVPool(num_pages, config.page_size)
         self.storage = KVStorage(layers, num_pages * config.page_size, model.dtype, self.device)
-        self.max_tokens = (
-            num_pages - 1 - self.suffix_pages(config)
-        ) * config.page_size  # committed positions that fit
         self.num_forwards = 0
         self.num_prefill_chunks = 0
 
-    @staticmethod
-    def suffix_pages(config: EngineConfig) -> int:
-        """Pages kept for speculative suffixes: one full suffix and the block."""
-        return -(-256 // config.page_size) + 2
+    @property
+    def max_tokens(self) -> int:
+        """Committed positions for which the pool has room beside one request's suffix."""
+        page_size = self.pool.page_size
+        return (self.pool.num_pages - num_reserved_pages(page_size)) * page_size
 
     @classmethod
-    def load(
-        cls, source: str, config: EngineConfig, *, num_lanes: int | None = None, device: str | None = None
-    ) -> PagedModel:
+    def load(cls, source: str, config: EngineConfig, *, num_lanes: int | None = None) -> PagedModel:
         """Load a Hub id or a local folder.
 
         Raises:
             ValueError: nothing to load there, or the family bypasses the attention interface.
         """
-        return cls(load_causal_lm(source, config, device or config.device), config, num_lanes=num_lanes)
+        return cls(load_causal_lm(source, config, config.device), config, num_lanes=num_lanes)
 
     def plan(self, rows: Sequence[Row]) -> StepPlan:
         """Bookkeeping of one step; rows with neither node nor position are appended to their prefix."""
@@ -75,18 +69,14 @@ class PagedModel:
                 self.pool.extend(row.seq, 1)
         return plan_step(self.pool, rows, self.row_bucket, self.num_lanes)
 
-    def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> Iterator[StepPlan]:
-        """Bookkeeping of a prefill, one plan a chunk; each extends the prefix when it is drawn.
+    def prefill_room(self, seq: int) -> int:
+        """Tokens that the next prefill step can take: up to the next multiple of `prefill_chunk`."""
+        return self.prefill_chunk - self.pool.num_committed(seq) % self.prefill_chunk
 
-        Chunks end at multiples of `prefill_chunk`.
-        """
-        start = 0
-        while start < len(token_ids):
-            room = self.prefill_chunk - self.pool.num_committed(seq) % self.prefill_chunk
-            piece = token_ids[start : start + room]
-            self.pool.extend(seq, len(piece))
-            yield plan_prefill(self.pool, seq, piece, self.prefill_chunk)
-            start += len(piece)
+    def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> StepPlan:
+        """Bookkeeping of one prefill step; appends at most `prefill_room(seq)` tokens to the prefix."""
+        self.pool.extend(seq, len(token_ids))
+        return plan_prefill(self.pool, seq, token_ids, self.prefill_chunk)
 
     @torch.inference_mode()
     def run(
@@ -123,9 +113,12 @@ class PagedModel:
         """Append tokens to the committed prefix; logits float32 [V] after the last one."""
         if not token_ids:
             raise ValueError("a prompt needs at least one token, got none")
-        for plan in self.plan_prefill(seq, token_ids):
+        start = 0
+        while start < len(token_ids):
+            plan = self.plan_prefill(seq, token_ids[start : start + self.prefill_room(seq)])
             logits_1V = self.run(plan, self.pool.drain_moves(), keep_rows=[plan.num_rows - 1])
             self.num_prefill_chunks += 1
+            start += plan.num_rows
         return logits_1V[0]
 
     def step(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -153,6 +146,11 @@ class PagedModel:
         )
 
 
+def num_reserved_pages(page_size: int) -> int:
+    """Pages beside those of a longest context: scratch, one full suffix, and two to spare."""
+    return 1 + -(-MAX_SUFFIX // page_size) + 2
+
+
 def load_causal_lm(source: str, config: EngineConfig, device: str) -> PreTrainedModel:
     """A causal LM of transformers with our attention function.
 
@@ -160,19 +158,14 @@ def load_causal_lm(source: str, config: EngineConfig, device: str) -> PreTrained
         ValueError: no such folder or Hub model, an architecture without a causal LM.
     """
     register()
-    if source.endswith(".gguf") and not Path(source).is_file():
-        raise ValueError(f"no GGUF file at {source}")
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    options = {name: value for name, value in options.items() if value}
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if source.endswith(".gguf"):
-        model = load_gguf(Path(source), None if config.dtype == "auto" else getattr(torch, config.dtype))
+        model = load_gguf(Path(source), dtype)
         model.set_attn_implementation(ATTENTION_NAME)
         return model.to(device)
     try:
-        model_config = AutoConfig.from_pretrained(source, **options)
-        dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         model = AutoModelForCausalLM.from_pretrained(
-            source, config=model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, **options
+            source, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, **config.hub_options
         )
     except OSError as error:
         raise ValueError(

@@ -61,12 +61,10 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
         ValueError: there is none.
     """
     path = Path(source)
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    options = {name: value for name, value in options.items() if value}
     try:
         if path.suffix == ".gguf":
             return load_gguf_tokenizer(path)
-        return AutoTokenizer.from_pretrained(source, **options)
+        return AutoTokenizer.from_pretrained(source, **config.hub_options)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no tokenizer at {source!r}: expected a model folder, a .gguf file or a Hub id ({error})"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from foredraft.infer.drafter_card import read_drafter_card
-from foredraft.infer.params import EngineConfig
+from foredraft.infer.params import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,21 +55,21 @@ class Drafter(Protocol):
     def expand(
         self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], want: Wanted
     ) -> Candidates:
-        """Run planned rows; candidates of the last `len(want.positions)` ones."""
+        """Run planned rows; candidates after each."""
         ...
 
-    def sampler(self, params: object) -> CoupledSampler:
+    def sampler(self, params: SamplingParams) -> CoupledSampler:
         """A request's coupled choice over the family's vocabulary."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to draw from the logits of a step's last rows."""
+    """What to draw from the logits of a step."""
 
     sampler: CoupledSampler
     positions: list[int]  # absolute position of the token that each row guesses
-    seen: list[list[int]]  # tokens before it; empty without a repetition penalty
+    seen: list[list[int]]  # tokens before it; none without a repetition penalty
     fan_out: int
     raw_probabilities: bool  # policy confidence-q
 
@@ -80,15 +79,15 @@ def load_drafter(source: str, config: EngineConfig) -> Drafter:
 
     Args:
         source: a folder, or a Hub id of a plain causal LM.
-        config: its draft_device and dtype are used.
+        config: as for the target; see `EngineConfig.of_drafter`.
 
     Raises:
         ValueError: nothing there, or a family that this version does not know.
     """
-    card = read_drafter_card(source) if Path(source).is_dir() else None
+    card = read_drafter_card(source)
     family = card.family if card else "lm"
     if family not in FAMILIES:
         raise ValueError(
             f"drafter {source} is of family {family!r}; this version knows {', '.join(FAMILIES)}"
         )
-    return importlib.import_module(FAMILIES[family]).load(source, card, config)
+    return importlib.import_module(FAMILIES[family]).load(source, card, config.of_drafter)

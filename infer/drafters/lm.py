@@ -19,7 +19,7 @@ from foredraft.infer.kv_pool import KVPool
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import EngineConfig, SamplingParams
 from foredraft.infer.sampler import CoupledSampler
-from foredraft.infer.step_plan import Row, StepPlan, plan_prefill
+from foredraft.infer.step_plan import Row, StepPlan
 
 DEFAULT_MAX_DEPTH = 64
 
@@ -55,12 +55,11 @@ class LMDrafter:
 
     def prefill_room(self, seq: int) -> int:
         """Tokens up to the next multiple of the prefill chunk."""
-        return self.model.prefill_chunk - self.pool.num_committed(seq) % self.model.prefill_chunk
+        return self.model.prefill_room(seq)
 
     def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> StepPlan:
         """Append certain tokens to the prefix and plan their chunk."""
-        self.pool.extend(seq, len(token_ids))
-        return plan_prefill(self.pool, seq, token_ids, self.model.prefill_chunk)
+        return self.model.plan_prefill(seq, token_ids)
 
     def plan_rows(self, rows: Sequence[Row]) -> StepPlan:
         """Plan one batched step."""
@@ -74,12 +73,12 @@ class LMDrafter:
     def expand(
         self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], want: Wanted
     ) -> Candidates:
-        """Run planned rows and guess after the last `len(want.positions)` of them.
+        """Run planned rows and guess after each.
 
         A candidate's probability is the softmax of the perturbed scores at unit scale (`confidence`), or of
         the raw logits (`confidence-q`), over the draft vocabulary.
         """
-        logits_RC = self.model.run(plan, moves)[plan.num_rows - len(want.positions) :]
+        logits_RC = self.model.run(plan, moves)
         scores_RC = want.sampler.scores(logits_RC, want.positions, want.seen)
         best = scores_RC.topk(min(want.fan_out, scores_RC.shape[1]), -1)
         belief_RC = logits_RC if want.raw_probabilities else scores_RC
@@ -109,7 +108,7 @@ def load(source: str, card: DrafterCard | None, config: EngineConfig) -> LMDraft
     Raises:
         ValueError: no model there, or a draft vocabulary that does not fit it.
     """
-    model = PagedModel.load(source, config, device=config.draft_device)
+    model = PagedModel.load(source, config)
     if card is None or card.draft_vocab is None:
         return LMDrafter(model, None, card.max_depth if card else DEFAULT_MAX_DEPTH)
     path = Path(source) / card.draft_vocab
