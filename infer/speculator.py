@@ -26,11 +26,15 @@ class Job:
     """Planned work of one request: a chunk of its prompt, or rows whose candidates grow its tree."""
 
     request_id: str
-    kind: Literal["prefill", "expand"]
     plan: StepPlan
     moves: list[tuple[np.ndarray, np.ndarray]]
     nodes: list[int]  # tree nodes expanded; none in a prefill
-    want: Wanted | None
+    want: Wanted | None  # None in a prefill
+
+    @property
+    def kind(self) -> Literal["prefill", "expand"]:
+        """What the job does."""
+        return "prefill" if self.want is None else "expand"
 
     @property
     def num_rows(self) -> int:
@@ -48,12 +52,10 @@ class Session:
     sampler: CoupledSampler
     params: SpeculationParams
     pending: list[int]  # settled tokens before the root whose KV is not planned yet
-    kv_nodes: dict[int, int] = field(
-        default_factory=dict
-    )  # tree node -> pool node, for nodes whose KV is there or in flight
+    kv_nodes: dict[int, int] = field(default_factory=dict)  # tree node -> pool node; KV there or in flight
     block_nodes: set[int] = field(default_factory=set)  # of the block being verified
     num_spent: int = 0  # nodes expanded outside the block since the last outcome
-    evicted: set[int] = field(default_factory=set)
+    evicted: set[int] = field(default_factory=set)  # tree nodes whose KV was given up
     num_expansions: int = 0
     num_recomputed: int = 0
 
@@ -69,11 +71,7 @@ class Session:
 
 
 class Speculator:
-    """One drafter, many requests.
-
-    Args:
-        drafter: any family.
-    """
+    """One drafter of any family, many requests."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -144,12 +142,12 @@ class Speculator:
             )
         root_token = session.tokens[-1]
         outcome = session.tree.advance(list(settled))
-        self.commit(session, outcome, [root_token, *settled[:-1]])
+        self._commit(session, outcome, [root_token, *settled[:-1]])
         session.tokens.extend(settled)
         session.block_nodes, session.num_spent = set(), 0
         return outcome.kind
 
-    def commit(self, session: Session, outcome: Advance, newly_settled: list[int]) -> None:
+    def _commit(self, session: Session, outcome: Advance, newly_settled: list[int]) -> None:
         """Move the settled path's KV into the prefix, keep the surviving subtree's, note what has none.
 
         `newly_settled`: the old root and all settled tokens but the new root.
@@ -181,23 +179,21 @@ class Speculator:
 
         Bookkeeping only; the jobs must be run in the order in which they were planned.
         """
-        wanted = [request_id] if request_id is not None else list(self.sessions)
-        for name in wanted:
-            if self.sessions[name].pending:
-                return self.plan_pending(name, self.sessions[name])
+        names = [request_id] if request_id is not None else list(self.sessions)
         ranked = []
-        for name in wanted:
+        for name in names:
             session = self.sessions[name]
-            first = self.select(session, 1) if session.has_budget else []
-            if first:
+            if session.pending:
+                if (job := self._plan_pending(name, session)) is not None:
+                    return job
+            elif session.has_budget and (first := self._select(session, 1)):
                 ranked.append((session.tree.path_prob(first[0]), name))
         for _, name in sorted(ranked, reverse=True):
-            job = self.plan_expansion(name, self.sessions[name])
-            if job is not None:
+            if (job := self._plan_expansion(name, self.sessions[name])) is not None:
                 return job
         return None
 
-    def select(self, session: Session, width: int) -> list[int]:
+    def _select(self, session: Session, width: int) -> list[int]:
         """The most probable nodes within the context, and worth the KV that they may push out."""
         tree = session.tree
         nodes = tree.select(width, shape=session.params.block, chain_depth=session.params.k)
@@ -207,7 +203,7 @@ class Speculator:
             weakest = min(tree.path_prob(node) for node in session.kv_nodes)
         return [node for node in nodes if tree.depth(node) < room and tree.path_prob(node) > weakest]
 
-    def plan_pending(self, request_id: str, session: Session) -> Job | None:
+    def _plan_pending(self, request_id: str, session: Session) -> Job | None:
         """Settled tokens without KV: the prompt, or what a miss brought."""
         chunk = session.pending[: self.drafter.prefill_room(session.seq)]
         try:
@@ -215,20 +211,21 @@ class Speculator:
         except PoolExhausted:
             return None
         del session.pending[: len(chunk)]
-        return Job(request_id, "prefill", plan, self.drafter.pool.drain_moves(), [], None)
+        return Job(request_id, plan, self.drafter.pool.drain_moves(), [], None)
 
-    def plan_expansion(self, request_id: str, session: Session) -> Job | None:
+    def _plan_expansion(self, request_id: str, session: Session) -> Job | None:
         """The best leaves of one request as one batched step."""
         tree, pool = session.tree, self.drafter.pool
-        nodes = self.select(session, self.drafter.row_bucket)
+        nodes = self._select(session, self.drafter.row_bucket)
         if not nodes:
             return None
-        parents = [None if node == tree.root else session.kv_nodes[tree.parent(node)] for node in nodes]
+        # a node is selected only after its parent was expanded: all parents but the root's have KV
+        parents = [None if (up := tree.parent(node)) is None else session.kv_nodes[up] for node in nodes]
         try:
             appended = pool.append(session.seq, parents, [tree.path_prob(node) for node in nodes])
         except PoolExhausted:
             return None
-        self.forget_evicted(session, appended.evicted)
+        self._forget_evicted(session, appended.evicted)
         session.kv_nodes.update(zip(nodes, appended.nodes, strict=True))
         session.num_recomputed += len(session.evicted.intersection(nodes))
         session.num_expansions += 1
@@ -240,25 +237,16 @@ class Speculator:
         want = Wanted(
             sampler=session.sampler,
             positions=[session.root_position + tree.depth(node) + 1 for node in nodes],
-            seen=[session.tokens + self.path_tokens(tree, node) for node in nodes]
+            seen=[session.tokens + tree.path_tokens(node) for node in nodes]
             if session.sampler.needs_seen
-            else [[] for _ in nodes],
+            else [],
             fan_out=session.params.fan_out,
             raw_probabilities=session.params.policy == "confidence-q",
         )
-        return Job(request_id, "expand", self.drafter.plan_rows(rows), pool.drain_moves(), nodes, want)
+        return Job(request_id, self.drafter.plan_rows(rows), pool.drain_moves(), nodes, want)
 
     @staticmethod
-    def path_tokens(tree: SpeculationTree, node: int) -> list[int]:
-        """Tokens from below the root to the node."""
-        tokens = []
-        while (parent := tree.parent(node)) is not None:
-            tokens.append(tree.token(node))
-            node = parent
-        return tokens[::-1]
-
-    @staticmethod
-    def forget_evicted(session: Session, evicted: list[int]) -> None:
+    def _forget_evicted(session: Session, evicted: list[int]) -> None:
         """Make leaves of the nodes whose KV was given up."""
         gone = set(evicted)
         for node in [node for node, kv in session.kv_nodes.items() if kv in gone]:

@@ -55,13 +55,11 @@ class Advance:
     kind: "hit" (the new root exists and has children), "leaf" (exists without), "miss" (was never guessed).
     path: nodes that left the tree by being settled, old root first, new root excluded.
     survivors: the nodes now in the tree, new root included.
-    num_matched: how many of the settled tokens were guessed, counted from the first.
     """
 
     kind: Literal["hit", "leaf", "miss"]
     path: list[int]
     survivors: set[int]
-    num_matched: int
 
 
 @dataclass(slots=True, eq=False)
@@ -83,15 +81,11 @@ class SpeculationTree:
     gone; ``node in tree`` asks. Not thread-safe.
     """
 
-    def __init__(self, root_token: int, *, max_depth: int = 64, fan_out: int | None = None) -> None:
-        """max_depth: no node deeper than this is added; fan_out: children kept per node (None: all).
-
-        Raises ValueError if either is below 1.
-        """
-        if max_depth < 1 or (fan_out is not None and fan_out < 1):
-            raise ValueError(f"max_depth and fan_out must be at least 1, got {max_depth} and {fan_out}")
+    def __init__(self, root_token: int, *, max_depth: int = 64) -> None:
+        """max_depth: no node deeper than this is added. Raises ValueError if it is below 1."""
+        if max_depth < 1:
+            raise ValueError(f"max_depth must be at least 1, got {max_depth}")
         self.max_depth = max_depth
-        self.fan_out = fan_out
         self._ids = itertools.count()
         self._plant(self._new_root(root_token))
 
@@ -122,6 +116,14 @@ class SpeculationTree:
     def path_prob(self, node: int) -> float:
         """Probability of the node given the root."""
         return self._nodes[node].path_prob
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Token ids from below the root to the node, its own last."""
+        tokens: list[int] = []
+        while (parent := self.parent(node)) is not None:
+            tokens.append(self.token(node))
+            node = parent
+        return tokens[::-1]
 
     def depth(self, node: int) -> int:
         """Edges from the root; 0 for the root."""
@@ -165,8 +167,7 @@ class SpeculationTree:
     def add_children(self, node: int, tokens: Sequence[int], probs: Sequence[float]) -> list[int]:
         """Expand ``node`` by children ``tokens`` with conditional ``probs``; returns their ids, best first.
 
-        The probabilities of a token given twice are added; ties go to the lower token id; the fan_out best
-        stay. A late result changes nothing: [] if the node is gone, the present children if it is expanded.
+        The probabilities of a token given twice are added; ties go to the lower token id. A late result changes nothing: [] if the node is gone, the present children if it is expanded.
         O(F log F).
         Raises ValueError unless probs are >= 0 with sum <= 1, one a token, and the node lies above max_depth.
         """
@@ -178,7 +179,7 @@ class SpeculationTree:
             mass: dict[int, float] = {}
             for token, prob in zip(tokens, probs, strict=True):
                 mass[token] = mass.get(token, 0.0) + prob
-            for token, prob in sorted(mass.items(), key=lambda item: (-item[1], item[0]))[: self.fan_out]:
+            for token, prob in sorted(mass.items(), key=lambda item: (-item[1], item[0])):
                 self._add_child(parent, token, min(prob, 1.0))
             parent.state = NodeState.EXPANDED
         return [child.id for child in parent.children]
@@ -228,14 +229,13 @@ class SpeculationTree:
             if child is None:
                 break
             path.append(child)
-        num_matched = len(path) - 1
-        if num_matched == len(tokens):
+        if len(path) == len(tokens) + 1:
             new_root = path.pop()
             kind: Literal["hit", "leaf", "miss"] = "hit" if new_root.children else "leaf"
         else:
             new_root, kind = self._new_root(tokens[-1]), "miss"
         self._plant(new_root)
-        return Advance(kind, [node.id for node in path], set(self._nodes), num_matched)
+        return Advance(kind, [node.id for node in path], set(self._nodes))
 
     def _new_root(self, token: int) -> _Node:
         return _Node(next(self._ids), token, parent=None, depth=0, prob=1.0, path_prob=1.0)

@@ -116,7 +116,7 @@ def test_advance_equals_a_tree_grown_from_the_new_root(seed):
         result = tree.advance(tokens)
 
         assert result.kind == ("hit" if before[walked[-1]][3] else "leaf")
-        assert (result.path, result.num_matched) == (walked[:-1], len(tokens))
+        assert result.path == walked[:-1]
         assert result.survivors == set(subtree) == set(all_nodes(tree))
         assert len(tree) == len(subtree) and old_root not in tree
         assert tree.root == walked[-1] and tree.parent(tree.root) is None
@@ -144,7 +144,7 @@ def test_miss_starts_a_fresh_tree_and_reports_what_had_been_guessed():
     tree, a, _, c = small_tree()
     old_root = tree.root
     result = tree.advance([10, 12, 99])
-    assert (result.kind, result.path, result.num_matched) == ("miss", [old_root, a, c], 2)
+    assert (result.kind, result.path) == ("miss", [old_root, a, c])
     assert result.survivors == {tree.root} and len(tree) == 1
     assert tree.root > c and tree.token(tree.root) == 99
     assert tree.select(4) == [tree.root] and tree.block(4, "tree").nodes == []
@@ -152,8 +152,9 @@ def test_miss_starts_a_fresh_tree_and_reports_what_had_been_guessed():
 
 def test_a_guessed_last_token_after_a_wrong_one_is_a_miss():
     tree, _, _, c = small_tree()
+    old_root = tree.root
     result = tree.advance([99, 12])
-    assert (result.kind, result.num_matched) == ("miss", 0) and c not in tree
+    assert (result.kind, result.path) == ("miss", [old_root]) and c not in tree
 
 
 def test_other_mass_is_never_renormalised_away():
@@ -173,10 +174,11 @@ def test_children_are_unique_and_ordered_whatever_order_they_come_in():
         assert children == sorted(children) == tree.children(tree.root)
 
 
-def test_fan_out_keeps_the_best_children():
-    tree = SpeculationTree(0, fan_out=2)
-    children = tree.add_children(tree.root, [1, 2, 3], [0.1, 0.2, 0.3])
-    assert [tree.token(node) for node in children] == [3, 2]
+def test_path_tokens_lead_from_below_the_root_to_the_node():
+    tree, a, b, c = small_tree()
+    assert [tree.path_tokens(node) for node in (tree.root, a, b, c)] == [[], [10], [11], [10, 12]]
+    tree.advance([10])
+    assert tree.path_tokens(c) == [12]
 
 
 def test_late_results_are_ignored():
