@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import torch
 
@@ -65,8 +65,8 @@ class Engine:
         self.guessers: dict[Mode, Guesser] = {"plain": PlainGuesser()}
         self.request_ids = itertools.count()
         if drafter is not None:
-            self.check_drafter(drafter)
-        self.check_mode(mode)
+            self._check_drafter(drafter)
+        self._check_mode(mode)
         torch.set_num_threads(self.num_threads)
 
     @classmethod
@@ -82,11 +82,6 @@ class Engine:
         """Load a target (Hub id, folder or `.gguf`) and name its drafter; errors as for the class."""
         config = config or EngineConfig()
         return cls(Target.load(target, config), drafter, mode, config, trace)
-
-    @property
-    def tokenizer(self) -> object:
-        """The target's tokenizer."""
-        return self.target.tokenizer
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -107,7 +102,7 @@ class Engine:
         finally:
             torch.set_num_threads(self.num_threads)
 
-    def check_drafter(self, drafter: str) -> None:
+    def _check_drafter(self, drafter: str) -> None:
         """Refuse a drafter that does not belong to the target."""
         expected = tokenizer_sha256(self.target.tokenizer)
         card = read_drafter_card(drafter)
@@ -119,7 +114,7 @@ class Engine:
             found = tokenizer_sha256(load_tokenizer(drafter, self.config.of_drafter))
             check_tokenizer(found, expected, "the drafter", self.target.source)
 
-    def check_mode(self, mode: str) -> None:
+    def _check_mode(self, mode: str) -> None:
         """Raise ValueError for an unknown mode, or one that lacks its drafter."""
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -155,6 +150,7 @@ class Engine:
         completions = []
         for prompt, one in zip(prompts, params, strict=True):
             *_, completion = self.stream(prompt, one, mode=mode, raw=raw)
+            assert isinstance(completion, Completion), "a stream ends with its completion"
             completions.append(completion)
         return completions
 
@@ -168,23 +164,24 @@ class Engine:
     ) -> Iterator[str | Completion]:
         """Yield text as it is settled, then the `Completion`. Arguments and errors as for `generate`."""
         mode = mode or self.mode
-        self.check_mode(mode)
-        request = self.admit(self.encode(prompt, raw=raw), params or SamplingParams(), mode)
+        self._check_mode(mode)
+        request = self._admit(self._encode(prompt, raw=raw), params or SamplingParams(), mode)
         try:
-            yield from self.decode(request, self.guesser(mode))
+            yield from self._decode(request, self._guesser(mode))
         finally:
             self.target.model.pool.free(request.seq)
-        yield self.complete(request)
+        yield self._complete(request)
 
-    def encode(self, prompt: PromptLike, *, raw: bool = False) -> list[int]:
+    def _encode(self, prompt: PromptLike, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt in any of its forms."""
         if isinstance(prompt, str):
             return encode(Prompt.from_text(prompt), self.target.tokenizer, raw=raw)
-        if prompt and isinstance(prompt[0], int):
-            return [int(token) for token in prompt]
-        return encode(Prompt(id="messages", messages=tuple(prompt)), self.target.tokenizer, raw=raw)
+        if all(isinstance(item, int) for item in prompt):
+            return list(cast("Sequence[int]", prompt))
+        messages = tuple(cast("Sequence[Message]", prompt))
+        return encode(Prompt(id="messages", messages=messages), self.target.tokenizer, raw=raw)
 
-    def admit(self, token_ids: list[int], params: SamplingParams, mode: Mode) -> Request:
+    def _admit(self, token_ids: list[int], params: SamplingParams, mode: Mode) -> Request:
         """Check that a prompt fits and give it a seed and an empty sequence."""
         model = self.target.model
         if not 0 < len(token_ids) <= self.max_prompt_tokens:
@@ -210,46 +207,46 @@ class Engine:
             stats=RequestStats(mode),
         )
 
-    def decode(self, request: Request, guesser: Guesser) -> Iterator[str]:
+    def _decode(self, request: Request, guesser: Guesser) -> Iterator[str]:
         """Prefill, then rounds until the request ends; yields text deltas."""
         guesser.prepare(request)
         try:
-            self.prefill(request)
+            self._prefill(request)
             yield request.stopping.text_delta()
-            if self.is_finished(request):
+            if request.is_finished:
                 return
             started = time.perf_counter()
             guesser.open(request)
-            while not self.is_finished(request):
-                self.round(request, guesser)
+            while not request.is_finished:
+                self._round(request, guesser)
                 request.stats.seconds_decode = time.perf_counter() - started
                 yield request.stopping.text_delta()
         finally:
             request.stats.draft_tokens_recomputed = guesser.close(request)
 
-    def prefill(self, request: Request) -> None:
+    def _prefill(self, request: Request) -> None:
         """Run the prompt and choose the first token."""
         model, started = self.target.model, time.perf_counter()
         num_chunks = model.num_prefill_chunks
         with self.trace.span("prefill", request=request.id, tokens=request.num_prompt):
             logits_V = model.prefill(request.seq, request.tokens)
             first = request.sampler.choose(logits_V[None], [request.num_prompt], [request.tokens])
-        self.settle(request, first)
+        self._settle(request, first)
         request.stats.prefill_chunks = model.num_prefill_chunks - num_chunks
         request.stats.seconds_prefill = time.perf_counter() - started
 
-    def round(self, request: Request, guesser: Guesser) -> None:
+    def _round(self, request: Request, guesser: Guesser) -> None:
         """Guess, verify, settle."""
         started = time.perf_counter()
         with self.trace.span("wait", request=request.id):
             guess = guesser.guess(request)
         waited = time.perf_counter()
         with self.trace.span("verify", request=request.id):
-            guess, settled = self.verify(request, guess)
+            guess, settled = self._verify(request, guess)
         request.stats.seconds_waiting_for_draft += waited - started
         request.stats.seconds_verify += time.perf_counter() - waited
-        num_kept = self.settle(request, settled)
-        if not self.is_finished(request):
+        num_kept = self._settle(request, settled)
+        if not request.is_finished:
             guesser.outcome(request, settled)
         request.stats.add_round(
             RoundRecord(
@@ -261,7 +258,7 @@ class Engine:
             )
         )
 
-    def verify(self, request: Request, guess: Guess) -> tuple[Guess, list[int]]:
+    def _verify(self, request: Request, guess: Guess) -> tuple[Guess, list[int]]:
         """One target step over the root and the block; commits the accepted path.
 
         Returns:
@@ -281,19 +278,14 @@ class Engine:
         model.pool.commit(request.seq, [nodes[0], *(nodes[index + 1] for index in verdict.accepted)])
         return replace(guess, block=block), verdict.settled
 
-    def settle(self, request: Request, tokens: list[int]) -> int:
+    def _settle(self, request: Request, tokens: list[int]) -> int:
         """Append settled tokens up to the end of the completion; the number kept."""
         num_kept = request.stopping.feed(tokens).num_kept
         request.tokens.extend(tokens[:num_kept])
         return num_kept
 
     @staticmethod
-    def is_finished(request: Request) -> bool:
-        """Whether a stop rule or the token limit was reached."""
-        return request.stopping.finish_reason is not None
-
-    @staticmethod
-    def complete(request: Request) -> Completion:
+    def _complete(request: Request) -> Completion:
         """The finished request as the user sees it."""
         assert request.params.seed is not None, "admitted requests have a seed"
         assert request.stopping.finish_reason is not None, "only a finished request is completed"
@@ -303,14 +295,13 @@ class Engine:
             prompt_tokens=request.num_prompt,
             finish_reason=request.stopping.finish_reason,
             seed=request.params.seed,
-            stats=request.stats.as_dict(),
             request_stats=request.stats,
         )
 
-    def guesser(self, mode: Mode) -> Guesser:
+    def _guesser(self, mode: Mode) -> Guesser:
         """The guesser of a mode; loads the drafter, or starts the draft server, on first use."""
         if mode not in self.guessers:
-            assert self.drafter is not None, "check_mode has seen a drafter"
+            assert self.drafter is not None, "_check_mode has seen a drafter"
             if mode == "sync":
                 speculator = Speculator(load_drafter(self.drafter, self.config))
                 self.guessers[mode] = SyncGuesser(speculator, self.config.speculation, self.trace)

@@ -34,15 +34,24 @@ class Request:
         """Tokens that may still be settled."""
         return self.params.max_new_tokens - (len(self.tokens) - self.num_prompt)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether a stop rule or the token limit was reached."""
+        return self.stopping.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished completion; `stats` are the pinned statistics (see `foredraft.infer.statistics`)."""
+    """One finished completion."""
 
     text: str
     token_ids: list[int]
     prompt_tokens: int
     finish_reason: str
     seed: int
-    stats: dict[str, Any]
     request_stats: RequestStats  # the counts behind `stats`, to be pooled
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The published statistics (see `foredraft.infer.statistics`), ready for JSON."""
+        return self.request_stats.as_dict()

@@ -167,8 +167,8 @@ class SpeculationTree:
     def add_children(self, node: int, tokens: Sequence[int], probs: Sequence[float]) -> list[int]:
         """Expand ``node`` by children ``tokens`` with conditional ``probs``; returns their ids, best first.
 
-        The probabilities of a token given twice are added; ties go to the lower token id. A late result changes nothing: [] if the node is gone, the present children if it is expanded.
-        O(F log F).
+        The probabilities of a token given twice are added; ties go to the lower token id. A late result
+        changes nothing: [] if the node is gone, the present children if it is expanded. O(F log F).
         Raises ValueError unless probs are >= 0 with sum <= 1, one a token, and the node lies above max_depth.
         """
         parent = self._nodes.get(node)

@@ -55,7 +55,7 @@ class FakeEngine:
         if mode == self.diverging and one.seed == 11 and one.temperature:
             tokens[4] = 99
         assert one.seed is not None
-        return [Completion("text", tokens, len(ids), "length", one.seed, stats.as_dict(), stats)]
+        return [Completion("text", tokens, len(ids), "length", one.seed, stats)]
 
     @contextmanager
     def using_threads(self, num_threads: int) -> Iterator[None]:

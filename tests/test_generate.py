@@ -41,7 +41,7 @@ class FakeEngine:
         stats.add_round(RoundRecord(0, 0, 1))
         text = self.target.tokenizer.decode(ids)
         assert params.seed is not None
-        return Completion(text, ids, len(ids), "stop", params.seed, stats.as_dict(), stats)
+        return Completion(text, ids, len(ids), "stop", params.seed, stats)
 
     def __enter__(self) -> FakeEngine:
         return self
