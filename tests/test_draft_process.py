@@ -76,10 +76,10 @@ os.kill(os.getpid(), int(sys.argv[2]))
 def test_nothing_outlives_the_engine(number: int) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         command = [sys.executable, "-c", ENGINE, folder, str(int(number)), *TABLE_COMMAND]
-        engine = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        engine = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert engine.returncode != 0
         server_pid = int(engine.stdout)
-        deadline = time.monotonic() + (5.0 if number == signal.SIGKILL else 0.0)
+        deadline = time.monotonic() + (20.0 if number == signal.SIGKILL else 0.0)
         while is_running(server_pid) or os.listdir(folder):
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -3,6 +3,7 @@
 import os
 import runpy
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -37,7 +38,7 @@ class Peer:
     def send(self, message: messages.Message) -> None:
         self.socket.send(messages.encode(message))
 
-    def receive(self, timeout: float = 5.0) -> messages.Message | None:
+    def receive(self, timeout: float = 30.0) -> messages.Message | None:
         """The next message that is not `ready`."""
         while self.socket.poll(timeout * 1000):
             message = messages.decode(self.socket.recv())
@@ -75,7 +76,7 @@ class Peer:
 
     def wait_for(self, is_so: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """Ask for stats until they satisfy."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             values = self.stats()
             if is_so(values):
@@ -155,16 +156,18 @@ def test_lockstep_expands_exactly_then_answers(start: Callable[..., Peer], num_e
 
 
 def test_wait_answers_a_miss_after_k_expansions(start: Callable[..., Peer]) -> None:
-    peer = start(TableSpeculator(delay=0.01))
+    speculator = TableSpeculator(delay=0.01)
+    peer = start(speculator)
     block = peer.open(block="chain", block_nodes=8, on_miss="wait", k=3)
     assert len(block.ids) >= 3
     block = peer.outcome(1, 3, [50])
     assert block.kind == "miss"
     assert 3 <= len(block.ids) <= 4  # the job that was running belongs to the old tree
     peer.wait_for(lambda values: values["draft_expansions"] >= 14)
+    speculator.delay = 0.3
     start_time = time.monotonic()
     assert peer.outcome(2, 4, [best(50)]).kind == "hit"
-    assert time.monotonic() - start_time < 0.01 * 3  # a hit waits for nothing
+    assert time.monotonic() - start_time < 0.3  # a hit waits for nothing
 
 
 def test_waiting_is_overtaken_by_the_next_round(start: Callable[..., Peer]) -> None:
@@ -179,21 +182,28 @@ def test_waiting_is_overtaken_by_the_next_round(start: Callable[..., Peer]) -> N
     assert peer.receive(timeout=0.2) is None
 
 
+def answer_times(peer: Peer, first_round: int) -> list[float]:
+    """Seconds until each of five outcomes is answered, sent 50 ms apart; round r settles position r + 2."""
+    seconds = []
+    for round_number in range(first_round, first_round + 5):
+        time.sleep(0.05)
+        start_time = time.monotonic()
+        block = peer.outcome(round_number, 2 + round_number, [50 + round_number])
+        seconds.append(time.monotonic() - start_time)
+        assert block.round == round_number
+    return seconds
+
+
 def test_an_outcome_during_a_slow_forward_is_answered_at_once(start: Callable[..., Peer]) -> None:
     speculator = TableSpeculator(delay=0.0)
     peer = start(speculator)
     peer.open(budget=3)
     peer.wait_for(lambda values: values["draft_expansions"] == 3)
     speculator.delay = 1.0
-    # the first outcome starts a forward of 1 s; the second arrives in its midst
-    latencies = []
-    for round_number, settled in ((1, [best(4)]), (2, [50])):
-        start_time = time.monotonic()
-        block = peer.outcome(round_number, 2 + round_number, settled)
-        latencies.append(time.monotonic() - start_time)
-        assert block.round == round_number
-        time.sleep(0.1)
-    assert max(latencies) < 0.05
+    peer.outcome(1, 3, [best(4)])  # starts a forward of 1 s; the others arrive in its midst
+    latencies = answer_times(peer, first_round=2)
+    assert statistics.median(latencies) < 0.05
+    assert max(latencies) < 0.5
     speculator.delay = 0.0
 
 
@@ -219,19 +229,18 @@ def test_an_outcome_during_a_long_computation_is_answered_at_once(start: Callabl
     speculator.is_heavy = True
     peer.outcome(1, 3, [50])
     assert speculator.was_running.wait(timeout=5)
-    start_time = time.monotonic()
-    block = peer.outcome(2, 4, [60])
-    assert time.monotonic() - start_time < 0.05
-    assert block.kind == "miss"
+    latencies = answer_times(peer, first_round=2)
+    assert statistics.median(latencies) < 0.05
+    assert max(latencies) < 0.5
     speculator.is_heavy = False
 
 
 def test_results_of_a_tree_that_was_replaced_are_dropped(start: Callable[..., Peer]) -> None:
     peer = start(TableSpeculator(delay=0.1))
     peer.open(tokens=[1, 2], budget=1)
-    time.sleep(0.15)  # the prompt is done, the expansion of 2 is running
+    peer.wait_for(lambda values: values["draft_expansions"] == 1)  # the expansion of 2 is running
     peer.open(tokens=[1, 7], budget=1)
-    time.sleep(0.35)
+    peer.wait_for(lambda values: values["num_jobs"] == 4)  # two prompts, two expansions
     assert peer.outcome(1, 2, [best(7)]).kind == "leaf"
 
 
@@ -281,13 +290,13 @@ def test_rubbish_is_counted_and_ignored(start: Callable[..., Peer]) -> None:
 
 
 def test_a_silent_request_is_closed(start: Callable[..., Peer]) -> None:
-    peer = start(lease_seconds=0.2)
+    peer = start(lease_seconds=0.6)
     peer.open()
-    time.sleep(0.1)
+    time.sleep(0.35)
     assert peer.outcome(1, 3, [5]).kind in ("hit", "leaf", "miss")  # renews the lease
-    time.sleep(0.15)
+    time.sleep(0.35)
     assert peer.stats()["num_open"] == 1
-    time.sleep(0.4)
+    time.sleep(0.8)
     values = peer.stats()
     assert (values["num_open"], values["num_expired"]) == (0, 1)
     assert isinstance(peer.outcome(2, 4, [5]), messages.Unknown)
@@ -344,13 +353,13 @@ def test_process_sleeps_when_idle_and_ends_on_sigterm(tmp_path: Path) -> None:
         assert cpu_ticks() - before <= 2  # hundredths of a second
         peer.socket.close(linger=0)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=5) == 0
+    assert process.wait(timeout=30) == 0
     assert "expand" in (tmp_path / "part").read_text()
 
 
 def test_process_ends_with_its_engine(tmp_path: Path) -> None:
     process, _ = spawn(tmp_path, "--parent-pid", "1")  # not its parent: the engine has gone
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize(
@@ -360,6 +369,6 @@ def test_process_ends_with_its_engine(tmp_path: Path) -> None:
 )
 def test_process_that_cannot_start(tmp_path: Path, flags: tuple[str, ...], code: int, text: str) -> None:
     process, _ = spawn(tmp_path, *flags)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=30)
     assert process.returncode == code
     assert text in errors.decode()

@@ -66,7 +66,7 @@ def test_bad_lengths() -> None:
 def test_a_round_costs_microseconds() -> None:
     rng = random.Random(1)
     index = NgramIndex([rng.randrange(50) for _ in range(20_000)])
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1000):
         index.extend(index.guess(7)[:2] or [rng.randrange(50)])
-    assert (time.perf_counter() - start) / 1000 < 200e-6
+    assert (time.thread_time() - start) / 1000 < 200e-6

@@ -206,11 +206,11 @@ def test_cost_does_not_grow_with_the_output() -> None:
     def seconds(num_tokens: int) -> float:
         stops = checker("never there", limit=num_tokens)
         tokens = ids("▁Hello", "▁world", ".") * (num_tokens // 3)
-        start = time.perf_counter()
+        start = time.thread_time()
         for token in tokens:
             stops.feed([token])
             stops.text_delta()
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(30)
     assert seconds(6000) / 6000 < 5 * min(seconds(300), seconds(300)) / 300

@@ -64,11 +64,11 @@ def test_a_part_survives_a_kill(tmp_path: Path) -> None:
 
 def test_off_records_nothing_and_is_cheap(tmp_path: Path) -> None:
     trace = Trace("engine", is_on=False)
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(10_000):
         with trace.span("verify"):
             trace.instant("hit")
-    assert time.perf_counter() - start < 0.1  # 10 us a pair is already ten times the usual
+    assert time.thread_time() - start < 0.1  # 10 us a pair is already ten times the usual
     trace.flush(tmp_path / "part")
     assert not (tmp_path / "part").exists()
 
