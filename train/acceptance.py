@@ -16,7 +16,7 @@ import torch
 from foredraft.infer.params import SamplingParams
 from foredraft.kernels.coupled_sample_ref import perturbed_scores
 from foredraft.kernels.philox_ref import gumbel_row
-from foredraft.train.batches import collate
+from foredraft.train.batches import collate, trained_length
 from foredraft.train.log_rows import LogRow
 from foredraft.train.student import Student
 
@@ -51,13 +51,14 @@ def token_ranks(student: Student, row: LogRow, max_length: int) -> np.ndarray:
     """
     device = student.model.device
     batch = collate([row], max_length).to(device)
-    logits_TD = student(batch.ids_BT, batch.positions_N).float()
-    tokens_T, columns = batch.targets_N, student.d2t_D
+    length = trained_length(row, max_length)
+    logits_TD = student(batch.ids_BT, batch.positions_N)[:length].float()
+    tokens_T, columns = batch.targets_N[:length], student.d2t_D
     scores_TD = perturbed_scores(
         logits_TD,
         sampling_of(row),
-        _noise(row, len(tokens_T), student).to(device) if row.temperature > 0.0 else None,
-        _seen(row, len(tokens_T), student).to(device) if row.repetition_penalty != 1.0 else None,
+        _noise(row, length, student).to(device) if row.temperature > 0.0 else None,
+        _seen(row, length, student).to(device) if row.repetition_penalty != 1.0 else None,
     )
     if columns is None:
         places_T, is_inside_T = tokens_T, torch.ones_like(tokens_T, dtype=torch.bool)

@@ -16,15 +16,22 @@ import torch
 
 from foredraft.train.log_rows import LogRow
 
+# few distinct shapes: oneDNN keeps what it compiled for each (2 GB after a few hundred steps of odd shapes)
+WIDTH_STEP = 16
+POSITIONS_STEP = 64
 ROWS_PER_WINDOW = 512  # rows of like length are sought among these; windows keep epochs different
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tensors of one forward. Trained positions are those that predict a response token."""
+    """Tensors of one forward. Trained positions are those that predict a response token.
+
+    The last positions may be padding: they point at token 0 and have weight 0.
+    """
 
     ids_BT: torch.Tensor  # int64, padded at the end with 0
     positions_N: torch.Tensor  # int64, flat index b * T + t of the token before the predicted one
+    weights_N: torch.Tensor  # float32, 1 for trained positions, 0 for padding
     targets_N: torch.Tensor  # int64, the response token, a target id
     topk_ids_NK: torch.Tensor  # int64, target ids; K = 0 in a log of tokens only
     topk_logprobs_NK: torch.Tensor  # float32
@@ -42,24 +49,34 @@ def trained_length(row: LogRow, max_length: int) -> int:
 def collate(rows: Sequence[LogRow], max_length: int) -> Batch:
     """Tensors of some rows, sequences cut at `max_length`. The last response token is never an input."""
     lengths = [trained_length(row, max_length) for row in rows]
-    inputs = [
-        np.concatenate([row.prompt_ids, row.response_ids[: length - 1]])
-        for row, length in zip(rows, lengths, strict=True)
-    ]
-    ids_BT = np.zeros((len(rows), max(map(len, inputs))), np.int64)
+    pairs = list(zip(rows, lengths, strict=True))
+    inputs = [np.concatenate([row.prompt_ids, row.response_ids[: length - 1]]) for row, length in pairs]
+    width = round_up(max(map(len, inputs)), WIDTH_STEP)
+    ids_BT = np.zeros((len(rows), width), np.int64)
     for row_ids, ids in zip(ids_BT, inputs, strict=True):
         row_ids[: len(ids)] = ids
-    width = ids_BT.shape[1]
     starts = [index * width + row.first_position - 1 for index, row in enumerate(rows)]
-    pairs = list(zip(rows, lengths, strict=True))
     positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    num_positions = round_up(sum(lengths), POSITIONS_STEP)
+
+    def join(arrays: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+        joined = np.concatenate(arrays).astype(dtype)
+        padding = [(0, num_positions - len(joined))] + [(0, 0)] * (joined.ndim - 1)
+        return torch.from_numpy(np.pad(joined, padding))
+
     return Batch(
         torch.from_numpy(ids_BT),
-        torch.from_numpy(np.concatenate(positions)),
-        torch.from_numpy(np.concatenate([row.response_ids[:n] for row, n in pairs]).astype(np.int64)),
-        torch.from_numpy(np.concatenate([row.topk_ids[:n] for row, n in pairs]).astype(np.int64)),
-        torch.from_numpy(np.concatenate([row.topk_logprobs[:n] for row, n in pairs]).astype(np.float32)),
+        join(positions, np.int64),
+        join([np.ones(length) for length in lengths], np.float32),
+        join([row.response_ids[:length] for row, length in pairs], np.int64),
+        join([row.topk_ids[:length] for row, length in pairs], np.int64),
+        join([row.topk_logprobs[:length] for row, length in pairs], np.float32),
     )
+
+
+def round_up(number: int, step: int) -> int:
+    """The least multiple of `step` that is not below `number`."""
+    return -(-number // step) * step
 
 
 class BatchPlan:

@@ -89,7 +89,7 @@ class Trainer:
         self.t2d_V = None if self.module.d2t_D is None else invert(self.module.d2t_D, vocab_size)
         fresh = LoopState(fingerprint=fingerprint, num_processes=accelerator.num_processes)
         self.state = load_checkpoint(folder, self.module, self.optimizer.optimizer, fresh, accelerator)
-        self.outside_mass = 0.0  # of the teacher, since the last log line
+        self.outside_mass = torch.zeros(())  # of the teacher, in the last batch
 
     def run(self, stop_at: int | None = None) -> None:
         """Train to the end of the schedule, or (for tests) until `stop_at` updates are done.
@@ -127,7 +127,7 @@ class Trainer:
             batch = collate([self.rows[row] for row in group], recipe.max_length).to(accelerator.device)
             is_last = index == len(own) - 1
             with nullcontext() if is_last else accelerator.no_sync(self.student):
-                loss = self.loss(batch).sum() / num_trained
+                loss = (self.loss(batch) * batch.weights_N).sum() / num_trained
                 # gradients are averaged over processes, each of which holds a share of the mean
                 accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
@@ -146,13 +146,13 @@ class Trainer:
         return total, norm
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Loss of every trained position, float32 [N]."""
+        """Loss of every position, padding included, float32 [N]."""
         logits_ND = self.student(batch.ids_BT, batch.positions_N)
         if batch.topk_ids_NK.shape[1] == 0:
             ids_N = batch.targets_N if self.t2d_V is None else self.t2d_V[batch.targets_N]
             return token_loss(logits_ND, ids_N)
         teacher = map_teacher(batch.topk_ids_NK, batch.topk_logprobs_NK, self.t2d_V)
-        self.outside_mass = float(teacher.outside_N.mean())
+        self.outside_mass = (teacher.outside_N * batch.weights_N).sum() / batch.weights_N.sum()
         return distill_loss(logits_ND, teacher)
 
     def report(self, report: ProgressReport) -> None:
@@ -183,7 +183,7 @@ class Trainer:
                 "train/grad_norm": float(norm),
                 "train/learning_rate": rate,
                 "train/tokens": self.state.tokens,
-                "train/outside_mass": self.outside_mass,
+                "train/outside_mass": float(self.outside_mass),
             }
         )
 
