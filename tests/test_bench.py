@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.infer import bench
 from foredraft.infer.bench_summary import Timing, first_divergence, ratio_with_interval
-from foredraft.infer.params import EngineConfig, Mode, SamplingParams
+from foredraft.infer.params import EngineConfig, Mode, SamplingParams, SpeculationParams
 from foredraft.infer.request import Completion
 from foredraft.infer.statistics import RequestStats, RoundRecord
 
@@ -206,7 +206,9 @@ def test_table_out_file_and_modes(
     captured = capsys.readouterr()
     assert "2.00 (2.00 to 2.00)" in captured.out
     assert "2 of 2" in captured.out
-    assert "block: tree of 7 guesses; F = 8; B = until the outcome arrives" in captured.out
+    spec = SpeculationParams()
+    shape = f"block: {spec.block} of {spec.block_nodes} guesses; F = {spec.fan_out}"
+    assert f"{shape}; B = until the outcome arrives" in captured.out
     saved = json.loads(out.read_text())
     assert [result["mode"] for result in saved["results"]] == ["plain", "async"]
     assert saved["num_prompts"] == 2
