@@ -96,11 +96,11 @@ class Close(_Message, tag="close", frozen=True, kw_only=True):
 
 
 class Ping(_Message, tag="ping", frozen=True, kw_only=True):
-    """Either way: answer with a pong of the same request and round."""
+    """Engine to server: answer with a pong of the same request and round."""
 
 
 class Pong(_Message, tag="pong", frozen=True, kw_only=True):
-    """The answer to a ping."""
+    """Server to engine: the answer to a ping."""
 
 
 class Stats(_Message, tag="stats", frozen=True, kw_only=True):
