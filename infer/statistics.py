@@ -8,8 +8,8 @@ is depth 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from foredraft.infer.params import Mode
@@ -143,22 +143,14 @@ def pool(requests: Iterable[RequestStats]) -> RequestStats:
 
     Raises ValueError for an empty selection or several modes.
     """
-    parts: Sequence[RequestStats] = list(requests)
+    parts = list(requests)
     modes = {part.mode for part in parts}
     if len(modes) != 1:
         raise ValueError(f"expected statistics of one mode to pool, found {sorted(modes) or 'none'}")
-    return RequestStats(
-        mode=parts[0].mode,
-        prefill_chunks=sum(part.prefill_chunks for part in parts),
-        draft_tokens_recomputed=sum(part.draft_tokens_recomputed for part in parts),
-        seconds_prefill=sum(part.seconds_prefill for part in parts),
-        seconds_decode=sum(part.seconds_decode for part in parts),
-        seconds_verify=sum(part.seconds_verify for part in parts),
-        seconds_waiting_for_draft=sum(part.seconds_waiting_for_draft for part in parts),
-        tokens=sum(part.tokens for part in parts),
-        outcomes=sum((part.outcomes for part in parts), Counter()),
-        shapes=sum((part.shapes for part in parts), Counter()),
-    )
+    total = RequestStats(mode=parts[0].mode)
+    for name in (item.name for item in fields(RequestStats) if item.name != "mode"):
+        setattr(total, name, sum((getattr(part, name) for part in parts), start=getattr(total, name)))
+    return total
 
 
 def ratio(part: float, whole: float) -> float | None:
