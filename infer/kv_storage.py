@@ -53,8 +53,3 @@ class KVStorage:
                 kv_move(
                     stack_BNKD, torch.from_numpy(source).to(device), torch.from_numpy(destination).to(device)
                 )
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all stacks."""
-        return sum(stack.numel() * stack.element_size() for stack in self.stacks)

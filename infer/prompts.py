@@ -127,12 +127,6 @@ def file_sha256(path: str | Path) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def messages_sha256(messages: Sequence[Message]) -> str:
-    """Hash of a conversation: the same words in the same roles have the same one in every file."""
-    canonical = json.dumps([dict(message) for message in messages], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def _render(prompt: Prompt, tokenizer: ChatTokenizer) -> str:
     if not tokenizer.chat_template:
         raise ValueError("this tokenizer has no chat template: use --raw with `prompt` lines")

@@ -10,15 +10,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from foredraft.infer.prompts import (
-    Prompt,
-    draw_seed,
-    encode,
-    file_sha256,
-    line_seed,
-    messages_sha256,
-    read_prompts,
-)
+from foredraft.infer.prompts import Prompt, draw_seed, encode, file_sha256, line_seed, read_prompts
 
 
 def write(tmp_path: Path, text: str | bytes) -> Path:
@@ -130,9 +122,6 @@ def test_seeds() -> None:
     assert draw_seed() != draw_seed()
 
 
-def test_hashes(tmp_path: Path) -> None:
+def test_file_hash(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "é"}')
     assert file_sha256(path) == hashlib.sha256(path.read_bytes()).hexdigest()
-    one = read_prompts(path)[0].messages
-    assert messages_sha256(one) == messages_sha256(({"content": "é", "role": "user"},))
-    assert messages_sha256(one) != messages_sha256(({"content": "é", "role": "system"},))
