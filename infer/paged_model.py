@@ -97,12 +97,12 @@ class PagedModel:
             Logits float32 [rows, V].
         """
         self.storage.move(moves)
-        context = PagedContext(self.to_tensors(plan), self.storage)
+        context = PagedContext(self._to_tensors(plan), self.storage)
         output = self.model(
-            input_ids=self.tensor(plan.tokens)[None],
-            position_ids=self.tensor(plan.positions)[None],
+            input_ids=self._tensor(plan.tokens)[None],
+            position_ids=self._tensor(plan.positions)[None],
             use_cache=False,
-            logits_to_keep=0 if keep_rows is None else self.tensor(np.asarray(keep_rows)),
+            logits_to_keep=0 if keep_rows is None else self._tensor(np.asarray(keep_rows)),
             paged_context=context,
         )
         self.num_forwards += 1
@@ -126,23 +126,23 @@ class PagedModel:
         plan = self.plan(rows)
         return self.run(plan, self.pool.drain_moves())
 
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """An array of a plan on the model's device."""
         return torch.from_numpy(array).to(self.device)
 
-    def to_tensors(self, plan: StepPlan) -> AttentionPlan:
+    def _to_tensors(self, plan: StepPlan) -> AttentionPlan:
         """The attention part of a step plan on the model's device."""
         return AttentionPlan(
-            write_slots_R=self.tensor(plan.write_slots),
-            item_slots_I64=self.tensor(plan.item_slots),
-            item_seq_I=self.tensor(plan.item_seq),
-            item_start_I=self.tensor(plan.item_start),
-            tail_mask_JL64=self.tensor(plan.tail_mask),
-            lane_rows_SL=self.tensor(plan.lane_rows),
-            lane_positions_SL=self.tensor(plan.lane_positions),
-            row_lane_R=self.tensor(plan.row_lane),
-            part_items_RP=self.tensor(plan.part_items),
-            part_missing_RP=self.tensor(plan.part_missing),
+            write_slots_R=self._tensor(plan.write_slots),
+            item_slots_I64=self._tensor(plan.item_slots),
+            item_seq_I=self._tensor(plan.item_seq),
+            item_start_I=self._tensor(plan.item_start),
+            tail_mask_JL64=self._tensor(plan.tail_mask),
+            lane_rows_SL=self._tensor(plan.lane_rows),
+            lane_positions_SL=self._tensor(plan.lane_positions),
+            row_lane_R=self._tensor(plan.row_lane),
+            part_items_RP=self._tensor(plan.part_items),
+            part_missing_RP=self._tensor(plan.part_missing),
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from foredraft.infer.kv_pool import KVPool
 
-SPLIT = 64
+SPLIT = 64  # that of the kernel, whose file cannot be imported without torch
 SCRATCH_SLOT = 0
 
 
@@ -70,11 +70,10 @@ def plan_step(pool: KVPool, rows: Sequence[Row], row_bucket: int, num_lanes: int
     if crowded > num_lanes:
         raise ValueError(f"a step takes at most {num_lanes} rows of one sequence, got {crowded}")
     keys = [sequence_keys(pool, seq, [rows[i] for i in indices]) for seq, indices in rows_of_seq.items()]
-    packer = Packer(row_bucket, num_lanes, len(rows_of_seq))
-    first_tail = sum(len(part.shared) for part in keys)
+    packer = Packer(row_bucket, num_lanes, len(rows_of_seq), sum(len(part.shared) for part in keys))
     for seq_index, (part, indices) in enumerate(zip(keys, rows_of_seq.values(), strict=True)):
-        packer.add_sequence(seq_index, part, [(i, rows[i].token) for i in indices], first_tail)
-    return packer.plan(len(rows), first_tail)
+        packer.add_sequence(seq_index, part, [(i, rows[i].token) for i in indices])
+    return packer.plan(len(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,9 @@ def sequence_keys(pool: KVPool, seq: int, rows: Sequence[Row]) -> SequenceKeys:
 class Packer:
     """Collects the items of a step: first the shared splits of all sequences, then the tails of all rows."""
 
-    def __init__(self, row_bucket: int, num_lanes: int, num_sequences: int) -> None:
+    def __init__(self, row_bucket: int, num_lanes: int, num_sequences: int, num_shared: int) -> None:
+        """num_shared: shared splits of all sequences; the tails' items come after them."""
+        self.first_tail = num_shared
         self.tokens, self.positions, self.write_slots, self.row_lane = (
             np.full(row_bucket, SCRATCH_SLOT, dtype=np.int64) for _ in range(4)
         )
@@ -106,9 +107,7 @@ class Packer:
         self.shared: list[tuple[np.ndarray, int, int]] = []  # slots, sequence, absolute position of the first
         self.tails: list[tuple[np.ndarray, int, int]] = []
 
-    def add_sequence(
-        self, seq_index: int, keys: SequenceKeys, rows: Sequence[tuple[int, int]], first_tail: int
-    ) -> None:
+    def add_sequence(self, seq_index: int, keys: SequenceKeys, rows: Sequence[tuple[int, int]]) -> None:
         """Add one sequence's rows, each (index in the bucket, token)."""
         first_shared, num_shared = len(self.shared), len(keys.shared)
         self.shared.extend((slots, seq_index, SPLIT * i) for i, slots in enumerate(keys.shared))
@@ -119,7 +118,7 @@ class Packer:
             self.tokens[index] = token
             self.positions[index] = SPLIT * num_shared + len(tail) - 1
             self.write_slots[index] = tail[-1]
-            own = first_tail + len(self.tails)
+            own = self.first_tail + len(self.tails)
             self.tails.extend(
                 (tail[start : start + SPLIT], seq_index, SPLIT * num_shared + start)
                 for start in range(0, len(tail), SPLIT)
@@ -127,11 +126,11 @@ class Packer:
             self.parts[index] = np.concatenate(
                 [
                     np.arange(first_shared, first_shared + num_shared),
-                    np.arange(own, first_tail + len(self.tails)),
+                    np.arange(own, self.first_tail + len(self.tails)),
                 ]
             )
 
-    def plan(self, num_rows: int, first_tail: int) -> StepPlan:
+    def plan(self, num_rows: int) -> StepPlan:
         """The arrays of everything added."""
         items = self.shared + self.tails
         item_slots = np.full((len(items), SPLIT), SCRATCH_SLOT, dtype=np.int64)
@@ -152,7 +151,7 @@ class Packer:
             item_slots=item_slots,
             item_seq=np.array([seq for _, seq, _ in items], dtype=np.int64),
             item_start=np.array([start for _, _, start in items], dtype=np.int64),
-            tail_mask=is_key[first_tail:, None],
+            tail_mask=is_key[self.first_tail :, None],
             lane_rows=self.lane_rows,
             row_lane=self.row_lane,
             part_items=part_items,

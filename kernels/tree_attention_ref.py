@@ -12,8 +12,8 @@ still in the tree. There is no mask of context size: only ragged splits, and tho
 window, carry one.
 
 Shape letters: R rows, S sequences, L lanes (row places of a sequence), I items, J masked items (the last
-    ones), P splits of the longest row,
-H query heads, K key-value heads, G = H / K, D head dimension, N slots of the pool.
+ones), P splits of the longest row, H query heads, K key-value heads, G = H / K, M = L * G, D head dimension,
+N slots of the pool.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def gather_items(pool_NKD: torch.Tensor, slots_I64: torch.Tensor) -> torch.Tenso
     """Keys or values of all items, float32 [I, K, 64, D]."""
     rows = pool_NKD.index_select(0, slots_I64.reshape(-1))
     rows_IK64D = rows.view(*slots_I64.shape, *pool_NKD.shape[1:]).transpose(1, 2)
+    # one pass for layout and type, where float().contiguous() makes two
     return torch.empty(rows_IK64D.shape, device=rows.device).copy_(rows_IK64D)
 
 
@@ -118,12 +119,9 @@ def tree_attention(
 
     query_RKGD = (query_RHD.float() * scale).view(num_rows, num_kv_heads, group, head_dim)
     lanes_SLKGD = query_RKGD[plan.lane_rows_SL]
-    lanes_SKMD = lanes_SLKGD.transpose(1, 2).reshape(
-        -1, num_kv_heads, num_lanes * group, head_dim
-    )  # M = L * G
-    scores_IKM64 = lanes_SKMD[plan.item_seq_I] @ gather_items(pool_key_NKD, plan.item_slots_I64).transpose(
-        2, 3
-    )
+    lanes_SKMD = lanes_SLKGD.transpose(1, 2).reshape(-1, num_kv_heads, num_lanes * group, head_dim)
+    query_IKMD = lanes_SKMD[plan.item_seq_I]
+    scores_IKM64 = query_IKMD @ gather_items(pool_key_NKD, plan.item_slots_I64).transpose(2, 3)
     if softcap is not None:
         scores_IKM64 = softcap * torch.tanh(scores_IKM64 / softcap)
     hide_tails(scores_IKM64, plan.tail_mask_JL64, group)

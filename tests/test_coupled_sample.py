@@ -72,8 +72,7 @@ def test_masks_and_order_equal_transformers(settings: dict, vocab_size: int) -> 
     scores_RV = perturbed_scores(logits_RV, params, noise_RV, seen_RV)
     expected_RV = transformers_scores(logits_RV, params, seen_RN)
     differs = scores_RV.isinf() != expected_RV.isinf()
-    # float32 sums of thousands of probabilities: a token at the very edge of the nucleus may fall on either
-    # side
+    # float32 sums of thousands of probabilities: a token at the edge of the nucleus may fall on either side
     assert distance_to_nucleus_edge(expected_RV, logits_RV, params)[differs].lt(1e-6).all()
     kept = ~scores_RV.isinf() & ~differs
     torch.testing.assert_close(scores_RV[kept] / params.temperature, expected_RV[kept])

@@ -56,9 +56,8 @@ def test_guesses_survive_every_interleaving(
     for _ in range(40):
         for _ in range(generator.randrange(3)):
             speculator.expand("a", 1)
-        job = (
-            speculator.next_job("a") if generator.random() < 0.5 else None
-        )  # in flight when the outcome comes
+        # in flight when the outcome comes
+        job = speculator.next_job("a") if generator.random() < 0.5 else None
         session = speculator.sessions["a"]
         settled = guessed_path(session, generator.randrange(4))
         if not settled or generator.random() < 0.4:
