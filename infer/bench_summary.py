@@ -1,6 +1,6 @@
 """What a bench makes of its runs: figures pooled over prompts, ratios to plain, identity with plain.
 
-Legend: R repeats, P prompts, N bootstrap resamples.
+Shape letters: R repeats, P prompts, N bootstrap resamples.
 """
 
 from __future__ import annotations

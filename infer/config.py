@@ -132,7 +132,7 @@ def _describe(error: ValueError | OSError) -> str:
 # Keys
 
 
-def _sections(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+def _fields(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
     """The fields of a dataclass with their resolved type hints."""
     hints = typing.get_type_hints(cls)
     return ((item, hints[item.name]) for item in dataclasses.fields(cls) if item.init)
@@ -149,14 +149,14 @@ def _is_section(hint: Any) -> bool:
 
 
 def _key_tree(cls: type[Any]) -> KeyTree:
-    nested = {item.name: _nested_class(hint) for item, hint in _sections(cls)}
+    nested = {item.name: _nested_class(hint) for item, hint in _fields(cls)}
     return {name: _key_tree(section) if section else None for name, section in nested.items()}
 
 
 def _hints(cls: type[Any], prefix: str = "") -> dict[str, Any]:
     """The type of every dotted key, sections included."""
     found: dict[str, Any] = {}
-    for item, hint in _sections(cls):
+    for item, hint in _fields(cls):
         found[prefix + item.name] = hint
         if nested := _nested_class(hint):
             found |= _hints(nested, f"{prefix}{item.name}.")
@@ -245,7 +245,7 @@ def _build_parser(cls: type[Any], prog: str) -> ArgumentParser:
 def _add_section(parser: Any, cls: type[Any], prefix: str, default: Any) -> None:
     title = f"{prefix.rstrip('.') or 'recipe'}: {(cls.__doc__ or cls.__name__).strip().splitlines()[0]}"
     group = parser.add_argument_group(title)
-    for item, hint in _sections(cls):
+    for item, hint in _fields(cls):
         value = _default(item) if default is None else getattr(default, item.name)
         is_required = value is dataclasses.MISSING
         if _is_section(hint):
@@ -265,7 +265,7 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 def _instantiate(cls: type[Recipe], values: Namespace, prefix: str = "") -> Recipe:
     """Build the dataclass bottom-up; what its `__post_init__` refuses is told with the section."""
     given: dict[str, Any] = {}
-    for item, hint in _sections(cls):
+    for item, hint in _fields(cls):
         if item.name not in values:
             continue  # members of a list hold only what was given
         key, section, value = f"{prefix}{item.name}", _nested_class(hint), values[item.name]
@@ -299,7 +299,7 @@ def _check_required(cls: type[Any], given: set[str], files: list[str]) -> None:
 
 def _required(cls: type[Any], prefix: str = "") -> Iterator[str]:
     """Dotted keys without a default."""
-    for item, hint in _sections(cls):
+    for item, hint in _fields(cls):
         if _default(item) is dataclasses.MISSING:
             key = prefix + item.name
             yield from _required(hint, f"{key}.") if _is_section(hint) else [key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import zmq
@@ -278,7 +278,7 @@ class DraftLoop:
         self._socket.send_multipart([peer, messages.encode(message)])
 
     def _statistics(self, lease: Lease | None) -> dict[str, float]:
-        server = {name: float(getattr(self.counters, name)) for name in Counters.__slots__}
+        server = {name: float(value) for name, value in asdict(self.counters).items()}
         request = self._speculator.stats(lease.key) if lease else {}
         return {**server, "num_open": len(self._leases), **request}
 
