@@ -60,7 +60,7 @@ def collate(rows: Sequence[LogRow], max_length: int) -> Batch:
     num_positions = round_up(sum(lengths), POSITIONS_STEP)
 
     def join(arrays: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
-        joined = np.concatenate(arrays).astype(dtype)
+        joined: np.ndarray = np.concatenate(arrays).astype(dtype)
         padding = [(0, num_positions - len(joined))] + [(0, 0)] * (joined.ndim - 1)
         return torch.from_numpy(np.pad(joined, padding))
 

@@ -44,12 +44,12 @@ def save_checkpoint(
     accelerator: Accelerator,
 ) -> None:
     """Write a checkpoint atomically, then delete older ones. All processes call it, the first one writes."""
-    rng = gather_rng(accelerator)
+    rng = _gather_rng(accelerator)
     if accelerator.is_main_process:
         path = folder / f"{PREFIX}{state.step:06d}"
         with atomic_folder(path) as temporary:
-            save_file(trained_parameters(module), temporary / "weights.safetensors")
-            save_file(flatten_optimizer(module, optimizer), temporary / "optimizer.safetensors")
+            save_file(_trained_parameters(module), temporary / "weights.safetensors")
+            save_file(_flatten_optimizer(module, optimizer), temporary / "optimizer.safetensors")
             save_file(rng, temporary / "rng.safetensors")
             (temporary / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
         for older in folder.glob(f"{PREFIX}*"):
@@ -89,18 +89,18 @@ def load_checkpoint(
     with torch.no_grad():
         for name, value in load_file(path / "weights.safetensors").items():
             parameters[name].copy_(value)
-    restore_optimizer(module, optimizer, load_file(path / "optimizer.safetensors"))
-    restore_rng(load_file(path / "rng.safetensors"), accelerator)
+    _restore_optimizer(module, optimizer, load_file(path / "optimizer.safetensors"))
+    _restore_rng(load_file(path / "rng.safetensors"), accelerator)
     return state
 
 
-def trained_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+def _trained_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters that training changes, by name, on the CPU."""
     named = module.named_parameters()
     return {name: value.detach().cpu().contiguous() for name, value in named if value.requires_grad}
 
 
-def flatten_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _flatten_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """State tensors of every parameter as `<parameter>.<state>`."""
     names = {id(value): name for name, value in module.named_parameters()}
     return {
@@ -110,10 +110,10 @@ def flatten_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> di
     }
 
 
-def restore_optimizer(
+def _restore_optimizer(
     module: nn.Module, optimizer: torch.optim.Optimizer, flat: dict[str, torch.Tensor]
 ) -> None:
-    """Inverse of `flatten_optimizer`."""
+    """Inverse of `_flatten_optimizer`."""
     parameters = dict(module.named_parameters())
     for full_name, tensor in flat.items():
         name, _, key = full_name.rpartition(".")
@@ -122,7 +122,7 @@ def restore_optimizer(
         optimizer.state.setdefault(parameters[name], {})[key] = value
 
 
-def gather_rng(accelerator: Accelerator) -> dict[str, torch.Tensor]:
+def _gather_rng(accelerator: Accelerator) -> dict[str, torch.Tensor]:
     """RNG states of all processes."""
     own = {"cpu": torch.get_rng_state()}
     if accelerator.device.type == "cuda":
@@ -135,7 +135,7 @@ def gather_rng(accelerator: Accelerator) -> dict[str, torch.Tensor]:
     }
 
 
-def restore_rng(states: dict[str, torch.Tensor], accelerator: Accelerator) -> None:
+def _restore_rng(states: dict[str, torch.Tensor], accelerator: Accelerator) -> None:
     """Set the RNG states of this process."""
     torch.set_rng_state(states[f"rank{accelerator.process_index}.cpu"])
     if accelerator.device.type == "cuda":

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
@@ -177,12 +178,14 @@ def derive_seed(base: int, request_id: str, slot: int) -> int:
 def make_row(prompt: LogPrompt, response: Response) -> LogRow:
     """The log row of a complete response."""
     params, length = response.job.params, len(response.tokens)
+    seed = params.seed
+    assert seed is not None, "every row has a seed of its own"
     return LogRow(
         request_id=prompt.request_id,
-        prompt_ids=prompt.token_ids,
-        response_ids=response.tokens,
+        prompt_ids=np.asarray(prompt.token_ids, np.int32),
+        response_ids=np.asarray(response.tokens, np.int32),
         first_position=len(prompt.token_ids),
-        seed=params.seed,
+        seed=seed,
         choice=params.choice,
         temperature=params.temperature,
         top_k=params.top_k,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -64,14 +64,14 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
         torch.set_num_threads(recipe.threads)
     accelerator = start_accelerator(recipe)
     log = TargetLog.open(recipe.log)
-    fingerprint = fingerprint_of(recipe, log)
-    if is_done(recipe, fingerprint):
+    fingerprint = _fingerprint_of(recipe, log)
+    if _is_done(recipe, fingerprint):
         accelerator.print(f"drafter {recipe.out}: complete already", file=sys.stderr)
         return
     tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))
-    check_target(recipe, log, tokenizer)
-    rows = usable_rows(log.rows("train"), recipe)
-    heldout = pick_heldout(list(log.rows("heldout")), recipe)
+    _check_target(recipe, log, tokenizer)
+    rows = _usable_rows(log.rows("train"), recipe)
+    heldout = _pick_heldout(list(log.rows("heldout")), recipe)
     torch.manual_seed(recipe.seed)
     student = build_student(recipe, log, tokenizer, rows)
     work = Path(f"{recipe.out}.training")
@@ -100,14 +100,14 @@ def start_accelerator(recipe: DrafterRecipe) -> Accelerator:
     return accelerator
 
 
-def fingerprint_of(recipe: DrafterRecipe, log: TargetLog) -> str:
+def _fingerprint_of(recipe: DrafterRecipe, log: TargetLog) -> str:
     """Hash of all that decides the result: recipe, target, and the log's shards."""
     settings = {key: value for key, value in asdict(recipe).items() if key not in FREE_KEYS}
     shards = [shard.sha256 for shard in log.manifest.shards]
     return sha256_of_json([settings, log.manifest.target.weights_sha256, shards])
 
 
-def is_done(recipe: DrafterRecipe, fingerprint: str) -> bool:
+def _is_done(recipe: DrafterRecipe, fingerprint: str) -> bool:
     """Whether `out` holds this very drafter.
 
     Raises:
@@ -127,7 +127,7 @@ def is_done(recipe: DrafterRecipe, fingerprint: str) -> bool:
     return True
 
 
-def check_target(recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_target(recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a recipe whose target is not the log's.
 
     Raises:
@@ -143,7 +143,7 @@ def check_target(recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTok
         )
 
 
-def usable_rows(rows: Sequence[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
+def _usable_rows(rows: Iterable[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     """Rows of which some response token is left within `max_length`.
 
     Raises:
@@ -158,7 +158,7 @@ def usable_rows(rows: Sequence[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     return usable
 
 
-def pick_heldout(rows: list[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
+def _pick_heldout(rows: list[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     """At most `eval_rows` held-out rows, spread evenly over each temperature's."""
     rows = [row for row in rows if row.first_position < recipe.max_length]
     temperatures = sorted({row.temperature for row in rows})

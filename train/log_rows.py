@@ -28,8 +28,8 @@ SCALARS = {
     "finish_reason": pa.string(),
     "split": pa.string(),
 }
-LISTS = {"prompt_ids": np.int32, "response_ids": np.int32, "tail_mass": np.float32}
-MATRICES = {"topk_ids": np.int32, "topk_logprobs": np.float16}
+LISTS: dict[str, Any] = {"prompt_ids": np.int32, "response_ids": np.int32, "tail_mass": np.float32}
+MATRICES: dict[str, Any] = {"topk_ids": np.int32, "topk_logprobs": np.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
