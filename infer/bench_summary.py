@@ -13,7 +13,7 @@ import numpy as np
 
 from foredraft.infer.params import EngineConfig, Mode, SamplingParams
 from foredraft.infer.prompts import Prompt
-from foredraft.infer.statistics import RequestStats, pool
+from foredraft.infer.stats import RequestStats, pool
 
 NUM_RESAMPLES = 2000
 LEVEL = 0.95

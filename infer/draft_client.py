@@ -20,7 +20,7 @@ from foredraft.infer import messages
 from foredraft.infer.draft_link import DraftLink, LinkLimits
 from foredraft.infer.draft_process import DraftProcess, DraftServerError
 from foredraft.infer.params import SpeculationParams
-from foredraft.infer.trace import Trace
+from foredraft.infer.tracing import Trace
 
 LOOK_SECONDS = 0.05  # longest sleep between looks at the server's health
 VERIFY_TIMES_KEPT = 64

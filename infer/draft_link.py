@@ -11,7 +11,7 @@ import zmq
 
 from foredraft.infer import messages
 from foredraft.infer.draft_process import DraftProcess
-from foredraft.infer.trace import Trace
+from foredraft.infer.tracing import Trace
 
 RECONNECT_MS = 10  # the server binds when it is ready
 

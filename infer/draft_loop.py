@@ -18,7 +18,7 @@ from foredraft.infer import messages
 from foredraft.infer.draft_worker import Drafting, DraftWorker, Finished, Job
 from foredraft.infer.kv_pool import PoolExhausted
 from foredraft.infer.params import SpeculationParams
-from foredraft.infer.trace import Trace
+from foredraft.infer.tracing import Trace
 
 MAX_MESSAGES_PER_TURN = 64  # then the worker gets its next job
 MAX_PEERS = 4096

@@ -14,7 +14,7 @@ import msgspec
 
 from foredraft.infer.draft_server import USER_ERROR
 from foredraft.infer.params import EngineConfig
-from foredraft.infer.trace import Trace
+from foredraft.infer.tracing import Trace
 
 MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
 LOG_LINES_SHOWN = 20

@@ -25,7 +25,7 @@ from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.drafters import load_drafter
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.params import EngineConfig, SamplingParams, SpeculationParams
-from foredraft.infer.trace import Trace
+from foredraft.infer.tracing import Trace
 
 SWITCH_SECONDS = 1e-4  # how long the worker may keep the interpreter from the I/O thread
 USER_ERROR = 2  # exit code: the drafter cannot be served, and starting again will not help

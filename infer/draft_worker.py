@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import zmq
 
 from foredraft.infer.params import SamplingParams, SpeculationParams
-from foredraft.infer.trace import Trace
+from foredraft.infer.tracing import Trace
 from foredraft.infer.tree import Block
 
 _WAKE_ADDRESS = "inproc://finished"

@@ -29,11 +29,11 @@ from foredraft.infer.remote_guesser import RemoteGuesser
 from foredraft.infer.request import Completion, Request
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.speculator import Speculator
-from foredraft.infer.statistics import RequestStats, RoundRecord
+from foredraft.infer.stats import RequestStats, RoundRecord
 from foredraft.infer.step_plan import Row
 from foredraft.infer.stopping import StopChecker
 from foredraft.infer.target import Target, load_tokenizer
-from foredraft.infer.trace import Trace
+from foredraft.infer.tracing import Trace
 from foredraft.infer.verify import depths, paths, prune, walk
 
 PromptLike = str | Sequence[Message] | Sequence[int]  # one user turn, a conversation, or token ids

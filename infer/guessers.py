@@ -13,8 +13,8 @@ from foredraft.infer.ngram import NgramIndex
 from foredraft.infer.params import SpeculationParams
 from foredraft.infer.request import Request
 from foredraft.infer.speculator import Speculator
-from foredraft.infer.statistics import Outcome, Source
-from foredraft.infer.trace import Trace
+from foredraft.infer.stats import Outcome, Source
+from foredraft.infer.tracing import Trace
 from foredraft.infer.tree import Block
 
 EMPTY_BLOCK = Block([], [], [], [])

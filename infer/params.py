@@ -69,7 +69,7 @@ class SpeculationParams:
     k: int = 4  # drafter forwards a round in sync mode and after a waited miss; depth of a chain
     block: BlockShape = "tree"
     block_nodes: int = 7  # guesses in a block; with the root it fills a bucket of 8 rows
-    fan_out: int = 8  # children kept per expanded node (F)
+    fan_out: int = 16  # children kept per expanded node (F)
     budget: int = 0  # nodes expanded during one verification; 0: until the outcome arrives
     policy: ExpandPolicy = "confidence"
     on_miss: MissPolicy = "ngram"

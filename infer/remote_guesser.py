@@ -13,7 +13,7 @@ from foredraft.infer.identity import tokenizer_sha256
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.request import Request
 from foredraft.infer.target import Target
-from foredraft.infer.trace import Trace
+from foredraft.infer.tracing import Trace
 from foredraft.infer.tree import Block
 
 

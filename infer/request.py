@@ -7,7 +7,7 @@ from typing import Any
 
 from foredraft.infer.params import SamplingParams
 from foredraft.infer.sampler import CoupledSampler
-from foredraft.infer.statistics import RequestStats
+from foredraft.infer.stats import RequestStats
 from foredraft.infer.stopping import StopChecker
 
 
@@ -53,5 +53,5 @@ class Completion:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The published statistics (see `foredraft.infer.statistics`), ready for JSON."""
+        """The published statistics (see `foredraft.infer.stats`), ready for JSON."""
         return self.request_stats.as_dict()

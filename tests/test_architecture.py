@@ -113,9 +113,9 @@ def test_no_dumping_grounds() -> None:
     assert not [path for path in files if DUMPING_GROUNDS.fullmatch(Path(path).name)]
 
 
-def test_scripts_do_not_shadow_the_standard_library() -> None:
+def test_no_file_shadows_the_standard_library() -> None:
     # `accelerate launch train/x.py` puts train/ first on the path
-    files = source_files("train", "scripts")
+    files = source_files(*LISTED_FOLDERS)
     assert not [path for path in files if Path(path).stem in sys.stdlib_module_names]
 
 

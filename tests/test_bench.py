@@ -18,7 +18,7 @@ from foredraft.infer import bench
 from foredraft.infer.bench_summary import Timing, first_divergence, ratio_with_interval
 from foredraft.infer.params import EngineConfig, Mode, SamplingParams, SpeculationParams
 from foredraft.infer.request import Completion
-from foredraft.infer.statistics import RequestStats, RoundRecord
+from foredraft.infer.stats import RequestStats, RoundRecord
 
 SECONDS_PER_ROUND = {"plain": 1.0, "sync": 1.5, "async": 1.0}
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12]

@@ -16,7 +16,7 @@ from foredraft.infer import messages
 from foredraft.infer.draft_client import ClientLimits, DraftClient
 from foredraft.infer.draft_link import LinkLimits
 from foredraft.infer.params import SamplingParams, SpeculationParams
-from foredraft.infer.trace import Trace, summarise
+from foredraft.infer.tracing import Trace, summarise
 
 TABLE_SERVER = Path(__file__).with_name("table_server.py")
 TABLE = runpy.run_path(str(TABLE_SERVER))

@@ -18,7 +18,7 @@ import zmq
 from foredraft.infer import messages
 from foredraft.infer.draft_loop import DraftLoop, ServerOptions
 from foredraft.infer.params import SamplingParams, SpeculationParams
-from foredraft.infer.trace import Trace, summarise
+from foredraft.infer.tracing import Trace, summarise
 
 TABLE_SERVER = Path(__file__).with_name("table_server.py")
 TABLE = runpy.run_path(str(TABLE_SERVER))

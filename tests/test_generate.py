@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from foredraft.infer import flags, generate
 from foredraft.infer.params import EngineConfig, SamplingParams
 from foredraft.infer.request import Completion
-from foredraft.infer.statistics import RequestStats, RoundRecord
+from foredraft.infer.stats import RequestStats, RoundRecord
 
 
 class FakeEngine:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from foredraft.infer.statistics import RequestStats, RoundRecord, pool
+from foredraft.infer.stats import RequestStats, RoundRecord, pool
 
 PINNED = {
     "mode", "rounds", "tokens", "tokens_per_verify", "mean_accepted", "acc_marginal", "acc_conditional",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.infer.trace import Trace, summarise
+from foredraft.infer.tracing import Trace, summarise
 
 MS = 1_000_000  # ns
 
