@@ -28,7 +28,7 @@ BENCH_SETTINGS = {
     "--seed": "0",
     "--block": "tree",
     "--block-nodes": "7",
-    "--fan-out": "8",
+    "--fan-out": "16",
     "--k": "4",
 }
 
