@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class ClientLimits:
     """How long to wait, in seconds, and when to give up."""
 
-    answer: float = 0.01  # for an answer that is given at once; a quarter of a verification if that is longer
+    answer: float = 0.01  # for an answer that is given at once; 0.4 of a verification if that is longer
     first_draft: float = 1.0  # for a draft (on_miss=wait) before any verification was timed
     lockstep: float = 30.0
     max_restarts: int = 3  # in a row: go on without
@@ -209,7 +209,7 @@ class DraftClient:
         median = statistics.median(self._verify_seconds) if self._verify_seconds else 0.0
         if self._params.on_miss == "wait":
             return self._params.draft_timeout_ms / 1000 or 2 * median or self._limits.first_draft
-        return max(self._limits.answer, 0.25 * median)
+        return max(self._limits.answer, 0.4 * median)
 
     def _wait_for_block(
         self, request: str, round_number: int, timeout: float | None

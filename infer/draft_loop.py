@@ -7,6 +7,7 @@ drafter. So an outcome that arrives in the middle of a forward is answered witho
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from foredraft.infer.tracing import Trace
 
 MAX_MESSAGES_PER_TURN = 64  # then the worker gets its next job
 MAX_PEERS = 4096
+# A miss is answered after one expansion where that is expected within this share of a verification.
+GRACE_SHARE, MAX_GRACE_SECONDS = 0.3, 0.04
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +52,20 @@ class Lease:
     round: int = 0
     kind: messages.OutcomeKind = "open"
     num_due: int = 0  # expansions before the answer; 0: answered
+    deadline: float = math.inf  # then it is answered whatever is due
+    answered: float = 0.0  # when the last block was sent
 
-    def begin_round(self, round_number: int, kind: messages.OutcomeKind) -> None:
+    def begin_round(self, round_number: int, kind: messages.OutcomeKind, seconds_to_expand: float) -> None:
         """A new round overtakes what was still to be answered."""
-        self.round, self.kind = round_number, kind
-        waits = self.params.on_miss == "wait" and kind != "hit"
-        self.num_due = self.params.lockstep or (self.params.k if waits else 0)
+        self.round, self.kind, self.deadline = round_number, kind, math.inf
+        if self.params.lockstep or kind == "hit":
+            self.num_due = self.params.lockstep
+        elif self.params.on_miss == "wait":
+            self.num_due = self.params.k
+        else:
+            now = time.monotonic()
+            grace = min(GRACE_SHARE * (now - self.answered), MAX_GRACE_SECONDS)
+            self.num_due, self.deadline = int(seconds_to_expand <= grace), now + grace
 
 
 @dataclass(slots=True)
@@ -112,13 +123,14 @@ class DraftLoop:
         poller.register(self._worker.wake, zmq.POLLIN)
         while not self._is_stopped and self._has_parent:
             self._dispatch()
-            poller.poll(round(self._options.tick_seconds * 1000))
+            poller.poll(self._sleep_ms())
             for finished in self._worker.collect():  # before the outcomes: what is ready now is a hit
                 self._merge(finished)
             for _ in range(MAX_MESSAGES_PER_TURN):
                 if not self._socket.poll(0):
                     break
                 self._receive()
+            self._answer_overdue()
             self._expire_leases()
 
     def stop(self) -> None:
@@ -130,6 +142,12 @@ class DraftLoop:
         self._worker.close()
         self._socket.close(linger=0)
         self._context.term()
+
+    def _sleep_ms(self) -> int:
+        """Until the next look at leases and parent, or the next deadline of an answer."""
+        deadlines = [lease.deadline for lease in self._leases.values() if lease.num_due]
+        seconds = min(deadlines, default=math.inf) - time.monotonic()
+        return math.ceil(1000 * max(0.0, min(seconds, self._options.tick_seconds)))
 
     @property
     def _has_parent(self) -> bool:
@@ -256,12 +274,12 @@ class DraftLoop:
         self._send(peer, messages.Unknown(request=message.request, round=message.round))
 
     def _begin_round(self, lease: Lease, round_number: int, kind: messages.OutcomeKind) -> None:
-        lease.begin_round(round_number, kind)
+        lease.begin_round(round_number, kind, self._worker.seconds_to_expand())
         if not lease.num_due:
             self._answer(lease)
 
     def _answer(self, lease: Lease) -> None:
-        lease.num_due = 0
+        lease.num_due, lease.answered = 0, time.monotonic()
         block = self._speculator.block(lease.key)
         answer = messages.Block(
             request=lease.request,
@@ -272,6 +290,12 @@ class DraftLoop:
             path_probs=block.path_probs,
         )
         self._send(lease.peer, answer)
+
+    def _answer_overdue(self) -> None:
+        now = time.monotonic()
+        for lease in self._leases.values():
+            if lease.num_due and lease.deadline <= now:
+                self._answer(lease)
 
     def _send(self, peer: bytes, message: messages.Message) -> None:
         # A ROUTER drops what a peer cannot take, so this never waits.

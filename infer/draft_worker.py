@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from foredraft.infer.tracing import Trace
 from foredraft.infer.tree import Block
 
 _WAKE_ADDRESS = "inproc://finished"
+_NEWEST_WEIGHT = 0.2  # of the moving average of an expansion's time
 
 
 class Job(Protocol):
@@ -80,6 +82,8 @@ class DraftWorker:
         self.wake: zmq.Socket = context.socket(zmq.PULL)
         self.wake.bind(_WAKE_ADDRESS)
         self.is_busy = False
+        self._expand_seconds: float | None = None  # moving average
+        self._submitted = 0.0
         self._run = run
         self._context = context
         self._slow_factor = slow_factor
@@ -93,6 +97,7 @@ class DraftWorker:
         """Start a job; only when not busy."""
         assert not self.is_busy, "one job at a time"
         self.is_busy = True
+        self._submitted = time.monotonic()
         self._jobs.put(job)
 
     def collect(self) -> Iterator[Finished]:
@@ -100,7 +105,19 @@ class DraftWorker:
         while self.wake.poll(0):
             self.wake.recv()
             self.is_busy = False
-            yield self._finished.get()
+            finished = self._finished.get()
+            if finished.job.kind == "expand":
+                past = finished.seconds if self._expand_seconds is None else self._expand_seconds
+                self._expand_seconds = past + _NEWEST_WEIGHT * (finished.seconds - past)
+            yield finished
+
+    def seconds_to_expand(self) -> float:
+        """Expected time until an expansion that is planned now is done; infinite before the first one."""
+        if self._expand_seconds is None:
+            return math.inf
+        running = self._expand_seconds - (time.monotonic() - self._submitted) if self.is_busy else 0.0
+        # a job that is late already says nothing of when it will end
+        return self._expand_seconds + running if running >= 0.0 else math.inf
 
     def close(self) -> None:
         """End the thread after the job that it is in."""

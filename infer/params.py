@@ -100,6 +100,7 @@ class EngineConfig:
     threads: int = 0  # of the target, the same in every mode; 0: all cores but the draft server's
     draft_threads: int = 1
     row_bucket: int = 8  # rows of every target step; padding rows write to scratch
+    draft_rows: int = 16  # rows of every drafter step: nodes that one expansion takes at most
     prefill_chunk: int = 64  # tokens of a prefill step, aligned to absolute position
     page_size: int = 64  # tokens of a KV page
     num_pages: int = 0  # 0: enough for one context of the model's length, at most 16384 tokens
@@ -129,8 +130,8 @@ class EngineConfig:
 
     @property
     def of_drafter(self) -> EngineConfig:
-        """The settings under which the drafter is loaded: its own device, its newest revision."""
-        return replace(self, device=self.draft_device, revision=None)
+        """The settings under which the drafter is loaded: its own device and rows, its newest revision."""
+        return replace(self, device=self.draft_device, row_bucket=self.draft_rows, revision=None)
 
     @property
     def hub_options(self) -> dict[str, Any]:

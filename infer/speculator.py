@@ -183,7 +183,7 @@ class Speculator:
         ranked = []
         for name in names:
             session = self.sessions[name]
-            if session.pending:
+            if len(session.pending) >= self.drafter.row_bucket:
                 if (job := self._plan_pending(name, session)) is not None:
                     return job
             elif session.has_budget and (first := self._select(session, 1)):
@@ -204,7 +204,7 @@ class Speculator:
         return [node for node in nodes if tree.depth(node) < room and tree.path_prob(node) > weakest]
 
     def _plan_pending(self, request_id: str, session: Session) -> Job | None:
-        """Settled tokens without KV: the prompt, or what a miss brought."""
+        """A chunk of settled tokens without KV: the prompt."""
         chunk = session.pending[: self.drafter.prefill_room(session.seq)]
         try:
             plan = self.drafter.plan_prefill(session.seq, chunk)
@@ -214,16 +214,23 @@ class Speculator:
         return Job(request_id, plan, self.drafter.pool.drain_moves(), [], None)
 
     def _plan_expansion(self, request_id: str, session: Session) -> Job | None:
-        """The best leaves of one request as one batched step."""
+        """The best leaves of one request as one batched step.
+
+        The few settled tokens that a miss left without KV go first: then the root has none either, and is the
+        only leaf.
+        """
         tree, pool = session.tree, self.drafter.pool
-        nodes = self._select(session, self.drafter.row_bucket)
+        nodes = self._select(session, self.drafter.row_bucket - len(session.pending))
         if not nodes:
             return None
         # a node is selected only after its parent was expanded: all parents but the root's have KV
         parents = [None if (up := tree.parent(node)) is None else session.kv_nodes[up] for node in nodes]
         try:
             appended = pool.append(session.seq, parents, [tree.path_prob(node) for node in nodes])
+            pool.extend(session.seq, len(session.pending))  # below the suffix, which holds only the root then
         except PoolExhausted:
+            if session.pending:
+                pool.rollback(session.seq)
             return None
         self._forget_evicted(session, appended.evicted)
         session.kv_nodes.update(zip(nodes, appended.nodes, strict=True))
@@ -231,9 +238,14 @@ class Speculator:
         session.num_expansions += 1
         session.num_spent += sum(node not in session.block_nodes for node in nodes)
         tree.mark_in_flight(nodes)
+        first = session.root_position - len(session.pending)
         rows = [
+            Row(session.seq, token, position=first + index) for index, token in enumerate(session.pending)
+        ]
+        rows += [
             Row(session.seq, tree.token(node), kv) for node, kv in zip(nodes, appended.nodes, strict=True)
         ]
+        session.pending.clear()
         want = Wanted(
             sampler=session.sampler,
             positions=[session.root_position + tree.depth(node) + 1 for node in nodes],

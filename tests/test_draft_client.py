@@ -172,7 +172,7 @@ def test_lockstep_waits_for_exact_blocks(connect: Callable[..., DraftClient]) ->
     ("params", "verify", "seconds"),
     [
         (SpeculationParams(), [], 0.01),
-        (SpeculationParams(), [0.1, 0.2, 9.0], 0.05),
+        (SpeculationParams(), [0.1, 0.2, 9.0], 0.08),
         (SpeculationParams(on_miss="plain"), [0.02], 0.01),
         (SpeculationParams(on_miss="wait"), [], 1.0),
         (SpeculationParams(on_miss="wait"), [0.1], 0.2),

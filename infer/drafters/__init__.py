@@ -55,7 +55,7 @@ class Drafter(Protocol):
     def expand(
         self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], want: Wanted
     ) -> Candidates:
-        """Run planned rows; candidates after each."""
+        """Run planned rows; candidates after the last `len(want.positions)` of them."""
         ...
 
     def sampler(self, params: SamplingParams) -> CoupledSampler:
@@ -65,7 +65,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to draw from the logits of a step."""
+    """What to draw from the logits of the last rows of a step."""
 
     sampler: CoupledSampler
     positions: list[int]  # absolute position of the token that each row guesses

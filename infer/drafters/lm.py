@@ -73,12 +73,12 @@ class LMDrafter:
     def expand(
         self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], want: Wanted
     ) -> Candidates:
-        """Run planned rows and guess after each.
+        """Run planned rows and guess after the last `len(want.positions)` of them.
 
         A candidate's probability is the softmax of the perturbed scores at unit scale (`confidence`), or of
         the raw logits (`confidence-q`), over the draft vocabulary.
         """
-        logits_RC = self.model.run(plan, moves)
+        logits_RC = self.model.run(plan, moves)[plan.num_rows - len(want.positions) :]
         scores_RC = want.sampler.scores(logits_RC, want.positions, want.seen)
         best = scores_RC.topk(min(want.fan_out, scores_RC.shape[1]), -1)
         belief_RC = logits_RC if want.raw_probabilities else scores_RC
