@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,14 +125,14 @@ def _file_sha256(path: Path) -> str:
         return _read_sha256(path)
     key = sha256_of_json([str(path), size, modified])
     cache_path = Path(constants.HF_HOME) / "foredraft" / f"{key}.sha256"
-    if cache_path.is_file():
-        return cache_path.read_text()
+    # another process may be writing it: only a whole digest counts
+    if cache_path.is_file() and len(cached := cache_path.read_text()) == 64:
+        return cached
     digest = _read_sha256(path)
-    try:
+    # a read-only home costs the time of hashing again, nothing else
+    with suppress(OSError):
         cache_path.parent.mkdir(parents=True, exist_ok=True)
         cache_path.write_text(digest)
-    except OSError:
-        pass  # a read-only home costs the time of hashing again, nothing else
     return digest
 
 
