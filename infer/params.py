@@ -10,7 +10,7 @@ Mode = Literal["plain", "sync", "async"]
 MODES: tuple[Mode, ...] = ("plain", "sync", "async")
 BlockShape = Literal["chain", "tree"]
 MissPolicy = Literal["wait", "ngram", "plain"]
-ExpandPolicy = Literal["confidence", "confidence-q"]
+ExpandPolicy = Literal["confidence", "confidence-q", "predictor"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 

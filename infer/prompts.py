@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 NUM_SEEDS = 2**64
 
 Message = Mapping[str, Any]  # role, content and whatever else a chat template reads
@@ -194,3 +196,8 @@ def _kind(value: Any) -> str:
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     is_empty = isinstance(value, str | list | dict) and not value
     return kinds.get(type(value), "an object") + (" that is empty" if is_empty else "")
+
+
+def hash_prompt(token_ids: Sequence[int]) -> str:
+    """Name of a prompt: 32 hex digits of the SHA-256 of its tokens."""
+    return hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()).hexdigest()[:32]

@@ -8,73 +8,44 @@ applied by later jobs, and results of nodes that have gone are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from foredraft.infer.drafters import Candidates, Drafter, Wanted
+from foredraft.infer.features import node_features
 from foredraft.infer.kv_pool import PoolExhausted
-from foredraft.infer.params import SamplingParams, SpeculationParams
-from foredraft.infer.sampler import CoupledSampler
-from foredraft.infer.step_plan import Row, StepPlan
+from foredraft.infer.outcome_records import NO_TOKEN
+from foredraft.infer.params import ExpandPolicy, SamplingParams, SpeculationParams
+from foredraft.infer.predictor import OutcomePredictor
+from foredraft.infer.prompts import hash_prompt
+from foredraft.infer.recorder import MIN_FAN_OUT, OutcomeRecorder
+from foredraft.infer.session import Expand, Expanded, Job, Session
+from foredraft.infer.step_plan import Row
 from foredraft.infer.tree import Advance, Block, SpeculationTree
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Planned work of one request: a chunk of its prompt, or rows whose candidates grow its tree."""
-
-    request_id: str
-    plan: StepPlan
-    moves: list[tuple[np.ndarray, np.ndarray]]
-    nodes: list[int]  # tree nodes expanded; none in a prefill
-    want: Wanted | None  # None in a prefill
-
-    @property
-    def kind(self) -> Literal["prefill", "expand"]:
-        """What the job does."""
-        return "prefill" if self.want is None else "expand"
-
-    @property
-    def num_rows(self) -> int:
-        """Real rows of the step."""
-        return self.plan.num_rows
-
-
-@dataclass(slots=True)
-class Session:
-    """State of one request on the drafter's side."""
-
-    tokens: list[int]  # all settled tokens; the last is the tree's root
-    seq: int
-    tree: SpeculationTree
-    sampler: CoupledSampler
-    params: SpeculationParams
-    pending: list[int]  # settled tokens before the root whose KV is not planned yet
-    kv_nodes: dict[int, int] = field(default_factory=dict)  # tree node -> pool node; KV there or in flight
-    block_nodes: set[int] = field(default_factory=set)  # of the block being verified
-    num_spent: int = 0  # nodes expanded outside the block since the last outcome
-    evicted: set[int] = field(default_factory=set)  # tree nodes whose KV was given up
-    num_expansions: int = 0
-    num_recomputed: int = 0
-
-    @property
-    def root_position(self) -> int:
-        """Absolute position of the root."""
-        return len(self.tokens) - 1
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether more outcomes may be prepared before the next one arrives."""
-        return self.params.budget == 0 or self.num_spent < self.params.budget
-
-
 class Speculator:
-    """One drafter of any family, many requests."""
+    """One drafter of any family, many requests.
 
-    def __init__(self, drafter: Drafter) -> None:
+    Args:
+        drafter: that guesses.
+        predictor: turns its scores into probabilities, for requests with the policy `predictor`.
+        fan_out: candidates that the predictor was trained with.
+        recorder: gets an outcome record of every expanded node that the target reaches.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        predictor: OutcomePredictor | None = None,
+        fan_out: int = 0,
+        recorder: OutcomeRecorder | None = None,
+    ) -> None:
         self.drafter = drafter
+        self.predictor = predictor
+        self.fan_out = max(fan_out, MIN_FAN_OUT if recorder else 0)
+        self.recorder = recorder
         self.sessions: dict[str, Session] = {}
 
     def open(
@@ -84,6 +55,7 @@ class Speculator:
         sampling: SamplingParams,
         params: SpeculationParams,
         max_tokens: int | None = None,
+        num_prompt: int | None = None,
     ) -> None:
         """Start (or restart) a request.
 
@@ -93,9 +65,10 @@ class Speculator:
             sampling: with a seed.
             params: block shape and fan-out.
             max_tokens: tokens that may still follow; None: max_new_tokens of `sampling`.
+            num_prompt: how many of the tokens are the prompt; None: all.
 
         Raises:
-            ValueError: the context does not fit the drafter.
+            ValueError: the context does not fit the drafter, or the policy needs another predictor.
             PoolExhausted: no KV pages left.
         """
         self.close(request_id)
@@ -106,6 +79,7 @@ class Speculator:
                 f"the drafter holds {limit} positions, the request needs {len(tokens)} + {max_tokens}; "
                 "lower max_new_tokens or use a drafter with a longer context"
             )
+        self._check_policy(params)
         self.sessions[request_id] = Session(
             tokens=list(tokens),
             seq=self.drafter.pool.begin(),
@@ -113,7 +87,20 @@ class Speculator:
             sampler=self.drafter.sampler(sampling),
             params=params,
             pending=list(tokens[:-1]),
+            prompt_hash=hash_prompt(tokens[:num_prompt]),
         )
+
+    def _check_policy(self, params: SpeculationParams) -> None:
+        """Refuse the policy `predictor` without one, or with more candidates than it knows."""
+        if params.policy != "predictor":
+            return
+        if self.predictor is None:
+            raise ValueError("policy predictor needs a predictor; give one or use policy confidence")
+        if params.fan_out > self.fan_out:
+            raise ValueError(
+                f"the predictor knows {self.fan_out} candidates of a node, fan_out is {params.fan_out}; "
+                f"use at most {self.fan_out}"
+            )
 
     def close(self, request_id: str) -> None:
         """Forget a request; unknown ones are ignored."""
@@ -141,7 +128,12 @@ class Speculator:
                 f"outcome at {base_position} does not follow position {session.root_position} of {request_id}"
             )
         root_token = session.tokens[-1]
+        if self.recorder is not None:
+            sampling = session.sampler.params
+            labelled = session.expansions.labelled(session.tree, settled)
+            self.recorder.add(session.prompt_hash, sampling.seed or 0, sampling.temperature, labelled)
         outcome = session.tree.advance(list(settled))
+        session.expansions.keep(outcome.survivors)
         self._commit(session, outcome, [root_token, *settled[:-1]])
         session.tokens.extend(settled)
         session.block_nodes, session.num_spent = set(), 0
@@ -211,7 +203,7 @@ class Speculator:
         except PoolExhausted:
             return None
         del session.pending[: len(chunk)]
-        return Job(request_id, plan, self.drafter.pool.drain_moves(), [], None)
+        return Job(request_id, plan, self.drafter.pool.drain_moves(), None)
 
     def _plan_expansion(self, request_id: str, session: Session) -> Job | None:
         """The best leaves of one request as one batched step.
@@ -246,16 +238,22 @@ class Speculator:
             Row(session.seq, tree.token(node), kv) for node, kv in zip(nodes, appended.nodes, strict=True)
         ]
         session.pending.clear()
-        want = Wanted(
-            sampler=session.sampler,
-            positions=[session.root_position + tree.depth(node) + 1 for node in nodes],
-            seen=[session.tokens + tree.path_tokens(node) for node in nodes]
-            if session.sampler.needs_seen
-            else [],
-            fan_out=session.params.fan_out,
-            raw_probabilities=session.params.policy == "confidence-q",
+        return Job(
+            request_id, self.drafter.plan_rows(rows), pool.drain_moves(), self._expand_of(session, nodes)
         )
-        return Job(request_id, self.drafter.plan_rows(rows), pool.drain_moves(), nodes, want)
+
+    def _expand_of(self, session: Session, nodes: list[int]) -> Expand:
+        """What is to be found out about nodes."""
+        tree, sampler, params = session.tree, session.sampler, session.params
+        seen = [session.tokens + tree.path_tokens(node) for node in nodes] if sampler.needs_seen else []
+        want = Wanted(
+            sampler=sampler,
+            positions=[session.root_position + tree.depth(node) + 1 for node in nodes],
+            seen=seen,
+            fan_out=max(params.fan_out, self.fan_out),
+        )
+        contexts = session.expansions.contexts(tree, nodes, sampler.params.temperature)
+        return Expand(nodes, session.root_position, contexts, want, params.policy)
 
     @staticmethod
     def _forget_evicted(session: Session, evicted: list[int]) -> None:
@@ -266,21 +264,38 @@ class Speculator:
             session.tree.unexpand(node)
             session.evicted.add(node)
 
-    def run(self, job: Job) -> Candidates | None:
+    def run(self, job: Job) -> Expanded | None:
         """Run a job's tensors; the only method that a worker thread calls."""
-        if job.want is None:
+        if job.expand is None:
             self.drafter.prefill(job.plan, job.moves)
             return None
-        return self.drafter.expand(job.plan, job.moves, job.want)
+        candidates = self.drafter.expand(job.plan, job.moves, [job.expand.want])
+        features_RK = node_features(candidates, job.expand.contexts)
+        return Expanded(candidates, features_RK, self._probs(job.expand.policy, candidates, features_RK))
 
-    def merge(self, job: Job, candidates: Candidates | None) -> None:
+    def _probs(self, policy: ExpandPolicy, candidates: Candidates, features_RK: np.ndarray) -> np.ndarray:
+        """Probability of every candidate to be the target's token, float32 [R, F]."""
+        if policy == "confidence":
+            return np.exp(candidates.scores_RF)
+        if policy == "confidence-q":
+            return np.exp(candidates.log_probs_RF)
+        assert self.predictor is not None, "_check_policy has seen a predictor"
+        return self.predictor.probs(features_RK, candidates.scores_RF, candidates.log_probs_RF)
+
+    def merge(self, job: Job, expanded: Expanded | None) -> None:
         """Hang a job's candidates below their nodes; those of nodes or requests that are gone are dropped."""
         session = self.sessions.get(job.request_id)
-        if session is None or candidates is None:
+        if session is None or expanded is None or job.expand is None:
             return
-        for node, tokens, probs in zip(job.nodes, candidates.tokens, candidates.probs, strict=True):
+        nodes, candidates = job.expand.nodes, expanded.candidates
+        order_RF = np.argsort(-expanded.probs_RF, axis=1, kind="stable")[:, : session.params.fan_out]
+        for row, node in enumerate(nodes):
             if node in session.tree and node in session.kv_nodes:
-                session.tree.add_children(node, tokens, probs)
+                ids, probs = candidates.token_ids_RF[row], expanded.probs_RF[row]
+                chosen = [place for place in order_RF[row] if ids[place] != NO_TOKEN]
+                session.tree.add_children(node, ids[chosen].tolist(), probs[chosen].tolist())
+        depths = job.expand.contexts.depth_R
+        session.expansions.add(nodes, job.expand.anchor, depths, candidates, expanded.features_RK)
 
     def expand(self, request_id: str, times: int) -> int:
         """Plan, run and merge `times` expansions in place, prefill steps not counted; the forwards done."""

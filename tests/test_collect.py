@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import EngineConfig, SamplingParams
+from foredraft.infer.prompts import hash_prompt
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import Row
 from foredraft.train.acceptance import sampling_of
@@ -24,7 +25,7 @@ from foredraft.train.batch_sampler import choose_tokens, top_tokens
 from foredraft.train.collect import collect
 from foredraft.train.continuous import ContinuousDecoder, Job
 from foredraft.train.log_rows import LogRow
-from foredraft.train.prompt_set import hash_prompt, read_log_prompts
+from foredraft.train.prompt_set import read_log_prompts
 from foredraft.train.recipe import LogRecipe, ResponseGroup
 from foredraft.train.target_log import TargetLog
 

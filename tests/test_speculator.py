@@ -9,7 +9,8 @@ import pytest
 
 from foredraft.infer.drafters import load_drafter
 from foredraft.infer.params import EngineConfig, SamplingParams, SpeculationParams
-from foredraft.infer.speculator import Session, Speculator
+from foredraft.infer.session import Session
+from foredraft.infer.speculator import Speculator
 
 GREEDY = SamplingParams(seed=0, max_new_tokens=400)
 SAMPLED = SamplingParams(seed=3, temperature=0.8, repetition_penalty=1.2, max_new_tokens=400)

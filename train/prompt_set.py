@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.infer.identity import sha256_of_json
 from foredraft.infer.params import require
-from foredraft.infer.prompts import encode, read_prompts
+from foredraft.infer.prompts import encode, hash_prompt, read_prompts
 
 SPLITS = ("train", "heldout")
 
@@ -47,11 +45,6 @@ def read_log_prompts(
         require(split in SPLITS, f"{path}, line {prompt.index + 1}: split", "train or heldout", split)
         found.setdefault(request_id, LogPrompt(request_id, tuple(token_ids), split))
     return list(found.values())
-
-
-def hash_prompt(token_ids: Sequence[int]) -> str:
-    """Name of a prompt: 32 hex digits of the SHA-256 of its tokens."""
-    return hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()).hexdigest()[:32]
 
 
 def split_of(request_id: str, heldout_fraction: float) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.params import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from foredraft.infer.kv_pool import KVPool
     from foredraft.infer.sampler import CoupledSampler
     from foredraft.infer.step_plan import Row, StepPlan
@@ -22,10 +22,15 @@ FAMILIES = {"lm": "foredraft.infer.drafters.lm"}
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The best guesses after each row: F target ids by descending score, each with its probability."""
+    """The F best guesses after each of R rows, by descending perturbed score.
 
-    tokens: list[list[int]]
-    probs: list[list[float]]
+    Where a filter left fewer than F, the rest has token -1 and -inf.
+    """
+
+    token_ids_RF: np.ndarray  # int32, in the target's vocabulary
+    scores_RF: np.ndarray  # float32, log-confidence: perturbed score minus log-sum-exp over the vocabulary
+    log_probs_RF: np.ndarray  # float32, the drafter's own
+    entropy_R: np.ndarray  # float32, of the drafter's own distribution, in nats
 
 
 class Drafter(Protocol):
@@ -53,9 +58,9 @@ class Drafter(Protocol):
         ...
 
     def expand(
-        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], want: Wanted
+        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], wants: Sequence[Wanted]
     ) -> Candidates:
-        """Run planned rows; candidates after the last `len(want.positions)` of them."""
+        """Run planned rows; candidates after the last of them, as many as `wants` has positions in all."""
         ...
 
     def sampler(self, params: SamplingParams) -> CoupledSampler:
@@ -65,13 +70,12 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to draw from the logits of the last rows of a step."""
+    """What to draw from the logits of one request's rows of a step."""
 
     sampler: CoupledSampler
     positions: list[int]  # absolute position of the token that each row guesses
     seen: list[list[int]]  # tokens before it; none without a repetition penalty
-    fan_out: int
-    raw_probabilities: bool  # policy confidence-q
+    fan_out: int  # the same for all requests of a step
 
 
 def load_drafter(source: str, config: EngineConfig) -> Drafter:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from foredraft.infer.drafter_card import DrafterCard
 from foredraft.infer.drafters import Candidates, Wanted
 from foredraft.infer.kv_pool import KVPool
+from foredraft.infer.outcome_records import NO_TOKEN
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import EngineConfig, SamplingParams
 from foredraft.infer.sampler import CoupledSampler
@@ -71,23 +72,31 @@ class LMDrafter:
 
     @torch.inference_mode()
     def expand(
-        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], want: Wanted
+        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], wants: Sequence[Wanted]
     ) -> Candidates:
-        """Run planned rows and guess after the last `len(want.positions)` of them.
+        """Run planned rows and guess after the last of them, request by request."""
+        sizes = [len(want.positions) for want in wants]
+        logits_RC = self.model.run(plan, moves)[plan.num_rows - sum(sizes) :]
+        scores_RC = torch.cat(
+            [
+                want.sampler.scores(rows_RC, want.positions, want.seen)
+                for want, rows_RC in zip(wants, logits_RC.split(sizes), strict=True)
+            ]
+        )
+        return self._candidates(logits_RC, scores_RC, wants[0].fan_out)
 
-        A candidate's probability is the softmax of the perturbed scores at unit scale (`confidence`), or of
-        the raw logits (`confidence-q`), over the draft vocabulary.
-        """
-        logits_RC = self.model.run(plan, moves)[plan.num_rows - len(want.positions) :]
-        scores_RC = want.sampler.scores(logits_RC, want.positions, want.seen)
-        best = scores_RC.topk(min(want.fan_out, scores_RC.shape[1]), -1)
-        belief_RC = logits_RC if want.raw_probabilities else scores_RC
-        probs_RF = (belief_RC.gather(1, best.indices) - belief_RC.logsumexp(-1, keepdim=True)).exp()
+    def _candidates(self, logits_RC: torch.Tensor, scores_RC: torch.Tensor, fan_out: int) -> Candidates:
+        """The best of each row."""
+        best = scores_RC.topk(min(fan_out, scores_RC.shape[1]), -1)
+        log_probs_RC = logits_RC.log_softmax(-1)
         tokens_RF = best.indices if self.token_ids_C is None else self.token_ids_C[best.indices]
-        kept_RF = best.values > -torch.inf
+        is_kept_RF = best.values > -torch.inf
+        own_RF = log_probs_RC.gather(1, best.indices).masked_fill(~is_kept_RF, -torch.inf)
         return Candidates(
-            [row[keep].tolist() for row, keep in zip(tokens_RF, kept_RF, strict=True)],
-            [row[keep].tolist() for row, keep in zip(probs_RF, kept_RF, strict=True)],
+            token_ids_RF=tokens_RF.masked_fill(~is_kept_RF, NO_TOKEN).int().cpu().numpy(),
+            scores_RF=(best.values - scores_RC.logsumexp(-1, keepdim=True)).cpu().numpy(),
+            log_probs_RF=own_RF.cpu().numpy(),
+            entropy_R=-(log_probs_RC.exp() * log_probs_RC).sum(-1).cpu().numpy(),
         )
 
 
