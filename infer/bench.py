@@ -15,13 +15,13 @@ import json
 import platform
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from foredraft.infer.bench_summary import Case, Run, summarise, summarise_all_cores
+from foredraft.infer.bench_summary import PLAIN, Arm, Case, Run, summarise, summarise_all_cores
 from foredraft.infer.config import UserError, run_command, write_text_atomic
 from foredraft.infer.flags import (
     SAMPLING_FLAGS,
@@ -29,6 +29,7 @@ from foredraft.infer.flags import (
     add_flags,
     build_parser,
     check_modes,
+    check_policies,
     check_writable,
     engine_config,
     given,
@@ -36,7 +37,7 @@ from foredraft.infer.flags import (
     unused_flags,
     warn,
 )
-from foredraft.infer.params import MODES, EngineConfig, Mode, SamplingParams, num_cores
+from foredraft.infer.params import MODES, EngineConfig, ExpandPolicy, SamplingParams, num_cores
 from foredraft.infer.prompts import Prompt, draw_seed, encode_all, file_sha256, line_seed, read_prompts
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ def parser() -> FlagParser:
         "--prompts", required=True, metavar="FILE", help="JSONL with `messages` or `prompt` in every line"
     )
     flags.add_argument(
-        "--modes", type=parse_modes, metavar="M,M", help="default: all with a drafter, else plain"
+        "--modes",
+        type=parse_arms,
+        metavar="M,M",
+        help="modes, each with a policy where wanted (async:confidence); default: all with a drafter, "
+        "else plain",
     )
     flags.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="of every prompt in every mode (default: 3)"
@@ -70,13 +75,18 @@ def parser() -> FlagParser:
     return flags
 
 
-def parse_modes(text: str) -> list[Mode]:
-    """`async,plain` -> [plain, async]. Raises ArgumentTypeError for an unknown or repeated one."""
+def parse_arms(text: str) -> list[Arm]:
+    """`async:predictor,plain` -> [plain, async:predictor]. ArgumentTypeError for unknown or repeated ones."""
     names = [name.strip() for name in text.split(",")]
-    modes: list[Mode] = [mode for mode in MODES if mode in names]
-    if len(modes) < len(names):
-        raise argparse.ArgumentTypeError(f"expected some of {','.join(MODES)}, each once, got {text!r}")
-    return modes
+    known = [Arm(mode) for mode in MODES]
+    known += [Arm(mode, policy) for mode in MODES if mode != "plain" for policy in get_args(ExpandPolicy)]
+    arms = sorted((arm for arm in known if str(arm) in names), key=lambda arm: MODES.index(arm.mode))
+    if len(arms) < len(names):
+        raise argparse.ArgumentTypeError(
+            f"expected some of {','.join(MODES)}, with a policy where wanted (async:confidence), each once, "
+            f"got {text!r}"
+        )
+    return arms
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,24 +97,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bench(argv: Sequence[str]) -> int:
     """Check the request, measure, report. Raises ValueError for the user's mistakes."""
     args = parser().read(argv)
-    modes: list[Mode] = args.modes or list(MODES if "drafter" in args else MODES[:1])
-    config = check(args, modes)
+    arms: list[Arm] = args.modes or [Arm(mode) for mode in (MODES if "drafter" in args else MODES[:1])]
+    config = check(args, arms)
     prompts = read_prompts(args.prompts)[: args.limit]
     base_seed = draw_seed() if "seed" not in args else args.seed
-    with load_engine(args, config, modes[-1]) as engine:
+    with load_engine(args, config, arms[-1].mode) as engine:
         cases = make_cases(args, engine, prompts, base_seed)
-        runs, all_cores = measure(engine, cases, modes, args.repeats)
+        runs, all_cores = measure(engine, cases, arms, args.repeats)
         environment = describe(engine, config)
     report = {
         "target": args.target,
         "drafter": getattr(args, "drafter", None),
+        "predictor": getattr(args, "predictor", None),
         "prompts": args.prompts,
         "prompts_sha256": file_sha256(args.prompts),
         "num_prompts": len(prompts),
         "repeats": args.repeats,
         "seed": base_seed,
         "sampling": given(args, [*SAMPLING_FLAGS, "raw"]),
-        **summarise(runs, modes, config),
+        **summarise(runs, arms, config),
         "plain_all_cores": summarise_all_cores(runs, all_cores, num_cores()),
         **environment,
     }
@@ -118,8 +129,9 @@ def bench(argv: Sequence[str]) -> int:
     return 0
 
 
-def check(args: argparse.Namespace, modes: Sequence[Mode]) -> EngineConfig:
+def check(args: argparse.Namespace, arms: Sequence[Arm]) -> EngineConfig:
     """The engine settings, once every flag is known to make sense."""
+    modes = list(dict.fromkeys(arm.mode for arm in arms))
     check_modes(args, modes)
     check_writable("--out", args.out)
     for name, least in (("repeats", 1), ("limit", 1)):
@@ -127,6 +139,7 @@ def check(args: argparse.Namespace, modes: Sequence[Mode]) -> EngineConfig:
         if value is not None and value < least:
             raise UserError(f"--{name} must be at least {least}, got {value}")
     config = engine_config(args)
+    check_policies(args, [config.speculation.policy, *(arm.policy for arm in arms)])
     for message in unused_flags(args, modes, config, args.temperature):
         warn(message)
     if "plain" not in modes:
@@ -153,43 +166,43 @@ def make_cases(
 
 
 def measure(
-    engine: Engine, cases: Sequence[Case], modes: Sequence[Mode], repeats: int
+    engine: Engine, cases: Sequence[Case], arms: Sequence[Arm], repeats: int
 ) -> tuple[list[Run], list[Run]]:
-    """Decode every case in every mode; the mode that goes first rotates, so that drift hits all alike.
+    """Decode every case in every arm; the one that goes first rotates, so that drift hits all alike.
 
     Returns:
         The runs, and those of plain decoding on all cores (none without plain or where all modes use them).
     """
-    warm_up(engine, cases[0], modes)
+    warm_up(engine, cases[0], arms)
     runs: list[Run] = []
     all_cores: list[Run] = []
-    has_reference = "plain" in modes and num_cores() > engine.num_threads
+    has_reference = PLAIN in arms and num_cores() > engine.num_threads
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("bench", total=repeats * len(cases) * (len(modes) + has_reference))
+        task = progress.add_task("bench", total=repeats * len(cases) * (len(arms) + has_reference))
         for repeat in range(repeats):
             for number, case in enumerate(cases):
-                first = (repeat + number) % len(modes)
-                for mode in (*modes[first:], *modes[:first]):
-                    runs.append(decode(engine, case, mode, repeat))
+                first = (repeat + number) % len(arms)
+                for arm in (*arms[first:], *arms[:first]):
+                    runs.append(decode(engine, case, arm, repeat))
                     progress.advance(task)
                 if has_reference:
                     with engine.using_threads(num_cores()):
-                        all_cores.append(decode(engine, case, "plain", repeat))
+                        all_cores.append(decode(engine, case, PLAIN, repeat))
                     progress.advance(task)
     return runs, all_cores
 
 
-def decode(engine: Engine, case: Case, mode: Mode, repeat: int) -> Run:
+def decode(engine: Engine, case: Case, arm: Arm, repeat: int) -> Run:
     """One counted decode."""
-    [completion] = engine.generate([case.token_ids], [case.params], mode=mode)
-    return Run(mode, repeat, case, completion.token_ids, completion.request_stats)
+    [completion] = engine.generate([case.token_ids], [case.params], mode=arm.mode, policy=arm.policy)
+    return Run(arm, repeat, case, completion.token_ids, completion.request_stats)
 
 
-def warm_up(engine: Engine, case: Case, modes: Sequence[Mode]) -> None:
+def warm_up(engine: Engine, case: Case, arms: Sequence[Arm]) -> None:
     """Compile, load the drafter and start the server outside the measurement."""
     params = dataclasses.replace(case.params, max_new_tokens=min(WARM_UP_TOKENS, case.params.max_new_tokens))
-    for mode in modes:
-        engine.generate([case.token_ids], [params], mode=mode)
+    for arm in arms:
+        engine.generate([case.token_ids], [params], mode=arm.mode, policy=arm.policy)
 
 
 def describe(engine: Engine, config: EngineConfig) -> dict[str, Any]:
@@ -242,23 +255,23 @@ def print_table(report: dict[str, Any], config: EngineConfig) -> None:
         f" lockstep {spec.lockstep or 'off'}; on miss: {spec.on_miss}; seed {report['seed']};"
         f" {report['threads']} of {report['cores']} cores for the target"
     )
-    for mode, outputs in report["identical_outputs"].items():
+    for arm, outputs in report["identical_outputs"].items():
         for divergence in outputs["first_divergences"]:
-            print(f"{mode} differs: {json.dumps(divergence)}")
+            print(f"{arm} differs: {json.dumps(divergence)}")
 
 
 def table_row(result: dict[str, Any], report: dict[str, Any]) -> list[str]:
     """One result as the cells of the table."""
-    mode, temperature, stats = result["mode"], result["temperature"], result["stats"]
-    ratio = next((r for r in report["ratios"].get(mode, []) if r["temperature"] == temperature), None)
-    outputs = report["identical_outputs"].get(mode)
+    arm, temperature, stats = result["arm"], result["temperature"], result["stats"]
+    ratio = next((r for r in report["ratios"].get(arm, []) if r["temperature"] == temperature), None)
+    outputs = report["identical_outputs"].get(arm)
     num_prompts = report["num_prompts"]
     differing = (
         [d for d in outputs["first_divergences"] if d["temperature"] == temperature] if outputs else []
     )
     low, high = ratio["interval"] if ratio else (0.0, 0.0)
     return [
-        mode,
+        arm,
         f"{temperature:g}",
         f"{stats['tokens_per_second'] or 0:.1f}",
         f"{ratio['ratio']:.2f} ({low:.2f} to {high:.2f})" if ratio else "-",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.infer.params import EngineConfig, Mode, SamplingParams
+from foredraft.infer.params import EngineConfig, ExpandPolicy, Mode, SamplingParams
 from foredraft.infer.prompts import Prompt
 from foredraft.infer.stats import RequestStats, pool
 
@@ -34,10 +34,24 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Arm:
+    """What is measured against the others: a mode, and where it was named, the policy."""
+
+    mode: Mode
+    policy: ExpandPolicy | None = None  # None: the engine's
+
+    def __str__(self) -> str:
+        return self.mode if self.policy is None else f"{self.mode}:{self.policy}"
+
+
+PLAIN = Arm("plain")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Run:
     """One decode."""
 
-    mode: Mode
+    arm: Arm
     repeat: int
     case: Case
     token_ids: list[int]
@@ -46,14 +60,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """Decoded tokens and seconds of one mode at one temperature, [repeats, prompts]."""
+    """Decoded tokens and seconds of one arm at one temperature, [repeats, prompts]."""
 
     tokens_RP: np.ndarray
     seconds_RP: np.ndarray
 
     @classmethod
     def of(cls, runs: Sequence[Run], repeats: int) -> Timing:
-        """Runs of one mode at one temperature, in the order of the prompts within each repeat."""
+        """Runs of one arm at one temperature, in the order of the prompts within each repeat."""
         tokens = [[run.stats.tokens for run in runs if run.repeat == repeat] for repeat in range(repeats)]
         seconds = [
             [run.stats.seconds_decode for run in runs if run.repeat == repeat] for repeat in range(repeats)
@@ -68,29 +82,29 @@ class Timing:
         return np.median(tokens.sum(-1) / np.maximum(seconds.sum(-1), 1e-9), axis=0)
 
 
-def summarise(runs: Sequence[Run], modes: Sequence[Mode], config: EngineConfig) -> dict[str, Any]:
+def summarise(runs: Sequence[Run], arms: Sequence[Arm], config: EngineConfig) -> dict[str, Any]:
     """The results of a bench: figures, ratios to plain, identity with plain."""
     repeats = 1 + max(run.repeat for run in runs)
     temperatures = list(dict.fromkeys(run.case.params.temperature for run in runs))
     groups = {
-        (mode, temperature): [
-            run for run in runs if run.mode == mode and run.case.params.temperature == temperature
+        (arm, temperature): [
+            run for run in runs if run.arm == arm and run.case.params.temperature == temperature
         ]
         for temperature in temperatures
-        for mode in modes
+        for arm in arms
     }
     timings = {key: Timing.of(group, repeats) for key, group in groups.items()}
-    others = [mode for mode in modes if mode != "plain"] if "plain" in modes else []
+    others = [arm for arm in arms if arm != PLAIN] if PLAIN in arms else []
     return {
         "results": [summarise_group(key, group, timings[key], config) for key, group in groups.items()],
         "ratios": {
-            mode: [
-                {"temperature": t, **ratio_with_interval(timings[mode, t], timings["plain", t])}
+            str(arm): [
+                {"temperature": t, **ratio_with_interval(timings[arm, t], timings[PLAIN, t])}
                 for t in temperatures
             ]
-            for mode in others
+            for arm in others
         },
-        "identical_outputs": {mode: compare_outputs(runs, mode) for mode in others},
+        "identical_outputs": {str(arm): compare_outputs(runs, arm) for arm in others},
     }
 
 
@@ -100,7 +114,7 @@ def summarise_all_cores(runs: Sequence[Run], all_cores: Sequence[Run], threads: 
     for temperature in dict.fromkeys(run.case.params.temperature for run in all_cores):
         reference, plain = (
             Timing.of(
-                [r for r in group if r.mode == "plain" and r.case.params.temperature == temperature],
+                [r for r in group if r.arm == PLAIN and r.case.params.temperature == temperature],
                 1 + max(r.repeat for r in group),
             )
             for group in (all_cores, runs)
@@ -111,20 +125,25 @@ def summarise_all_cores(runs: Sequence[Run], all_cores: Sequence[Run], threads: 
 
 
 def summarise_group(
-    key: tuple[Mode, float], runs: Sequence[Run], timing: Timing, config: EngineConfig
+    key: tuple[Arm, float], runs: Sequence[Run], timing: Timing, config: EngineConfig
 ) -> dict[str, Any]:
-    """One mode at one temperature: all figures of the median repeat, but the speed is the median."""
-    mode, temperature = key
+    """One arm at one temperature: all figures of the median repeat, but the speed is the median."""
+    arm, temperature = key
+    speculation = config.speculation
+    if arm.policy is not None:
+        speculation = dataclasses.replace(speculation, policy=arm.policy)
     speeds = timing.tokens_RP.sum(1) / np.maximum(timing.seconds_RP.sum(1), 1e-9)
     typical = int(np.argsort(speeds)[(len(speeds) - 1) // 2])
     stats = pool(run.stats for run in runs if run.repeat == typical).as_dict()
     stats["tokens_per_second"] = float(timing.speed())
     return {
-        "mode": mode,
+        "arm": str(arm),
+        "mode": arm.mode,
+        "policy": None if arm == PLAIN else speculation.policy,
         "temperature": temperature,
         "stats": stats,
         "tokens_per_second_repeats": speeds.tolist(),
-        "speculation": None if mode == "plain" else dataclasses.asdict(config.speculation),
+        "speculation": None if arm == PLAIN else dataclasses.asdict(speculation),
     }
 
 
@@ -141,12 +160,12 @@ def ratio_with_interval(timing: Timing, plain: Timing) -> dict[str, Any]:
     }
 
 
-def compare_outputs(runs: Sequence[Run], mode: Mode) -> dict[str, Any]:
+def compare_outputs(runs: Sequence[Run], arm: Arm) -> dict[str, Any]:
     """How many cases gave plain's token ids in every repeat, and where the others first differ."""
-    expected = {run.case.key: run.token_ids for run in runs if run.mode == "plain" and run.repeat == 0}
+    expected = {run.case.key: run.token_ids for run in runs if run.arm == PLAIN and run.repeat == 0}
     divergences: dict[tuple[float, int], dict[str, Any]] = {}
     for run in runs:
-        if run.mode == mode and run.token_ids != expected[run.case.key]:
+        if run.arm == arm and run.token_ids != expected[run.case.key]:
             divergences.setdefault(run.case.key, first_divergence(run, expected[run.case.key]))
     return {
         "same": len(expected) - len(divergences),

@@ -249,7 +249,12 @@ class DraftLoop:
         self._drop(self._leases.get(key))
         try:
             self._speculator.open(
-                key, message.token_ids, message.sampling, message.speculation, message.max_tokens
+                key,
+                message.token_ids,
+                message.sampling,
+                message.speculation,
+                message.max_tokens,
+                message.num_prompt,
             )
         except (ValueError, PoolExhausted) as error:
             refusal = messages.Error(

@@ -31,6 +31,8 @@ def server_command(
     *,
     target: str = "",
     target_tokenizer_sha256: str = "",
+    predictor: str | None = None,
+    record: Path | None = None,
     slow_factor: float = 1.0,
 ) -> list[str]:
     """The command line of a draft server, up to what each start adds to it.
@@ -40,11 +42,15 @@ def server_command(
         config: as for the target; draft_device, draft_threads and dtype are used.
         target: its name, for messages.
         target_tokenizer_sha256: refuse a drafter with another tokenizer; empty: accept any.
+        predictor: folder or Hub id of its outcome predictor.
+        record: folder that gets outcome records.
         slow_factor: pretend a drafter that is this much slower (for tests).
     """
     command = [sys.executable, "-m", "foredraft.infer.draft_server", "--drafter", drafter]
     command += ["--engine-config", msgspec.json.encode(config).decode()]
     command += ["--target", target, "--target-tokenizer-sha256", target_tokenizer_sha256]
+    command += ["--predictor", predictor] if predictor else []
+    command += ["--record", str(record)] if record else []
     return command + (["--slow-factor", str(slow_factor)] if slow_factor != 1.0 else [])
 
 
@@ -58,6 +64,7 @@ class DraftProcess:
 
     def __init__(self, command: Sequence[str], trace: Trace) -> None:
         self._trace = trace
+        self._writes_at_end = trace.is_on or "--record" in command
         self._folder = Path(tempfile.mkdtemp(prefix="foredraft-"))
         self._log = self._folder / "log"
         self._trace_part = self._folder / "trace"
@@ -116,9 +123,9 @@ class DraftProcess:
         self._process.kill()
 
     def stop(self) -> None:
-        """End it, with time to write its trace if it has one, and remove what it leaves."""
+        """End it, with time to write what it has gathered, and remove what it leaves."""
         try:
-            if self._trace.is_on:
+            if self._writes_at_end:
                 self._process.terminate()
                 self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -22,7 +22,6 @@ from foredraft.infer import messages
 from foredraft.infer.draft_loop import DraftLoop, ServerOptions
 from foredraft.infer.draft_worker import Drafting
 from foredraft.infer.drafter_card import read_drafter_card
-from foredraft.infer.drafters import load_drafter
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.params import EngineConfig, SamplingParams, SpeculationParams
 from foredraft.infer.tracing import Trace
@@ -56,8 +55,10 @@ def load_speculator(arguments: argparse.Namespace) -> tuple[Drafting, messages.R
     from foredraft.infer.speculator import Speculator
 
     torch.set_num_threads(config.draft_threads)
-    drafter = load_drafter(arguments.drafter, config)
-    speculator = Speculator(drafter)
+    speculator = Speculator.load(
+        arguments.drafter, config, predictor=arguments.predictor, record=arguments.record
+    )
+    drafter = speculator.drafter
     speculator.open("warm-up", [0, 0], SamplingParams(seed=0, max_new_tokens=1), SpeculationParams())
     speculator.expand("warm-up", 2)
     speculator.close("warm-up")
@@ -103,6 +104,7 @@ def run_server(build: Build, argv: Sequence[str] | None = None) -> int:
         if arguments.scratch is not None:
             shutil.rmtree(arguments.scratch, ignore_errors=True)
     finally:
+        speculator.finish()
         if arguments.trace is not None and arguments.trace.parent.exists():
             trace.flush(arguments.trace)
     return 0
@@ -112,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="foredraft.infer.draft_server", description=__doc__)
     parser.add_argument("--endpoint", required=True, help="ipc:// or tcp:// address to bind")
     parser.add_argument("--drafter", default="", help="folder of the drafter")
+    parser.add_argument("--predictor", help="folder of its outcome predictor")
+    parser.add_argument("--record", type=Path, help="folder that gets outcome records")
     parser.add_argument("--engine-config", default="{}", help="EngineConfig as JSON")
     parser.add_argument("--target", default="the target", help="name of the target in messages")
     parser.add_argument(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foredraft.infer.identity import TargetIdentity, check_tokenizer
+from foredraft.infer.identity import TargetIdentity, check_tokenizer, identify_target
 
 CARD_FILE = "foredraft.json"
 SCHEMA = 1
@@ -75,3 +75,8 @@ def check_drafter(
             "would fit less well. Train a drafter for this target, or pass --allow-target-mismatch "
             "(the output stays exact, only speed suffers)"
         )
+
+
+def drafter_sha256(drafter: str) -> str:
+    """Hash of a drafter's weights: what predictors and outcome records belong to."""
+    return identify_target(drafter).weights_sha256

@@ -13,17 +13,27 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
 import torch
 
-from foredraft.infer.drafter_card import check_drafter, read_drafter_card
-from foredraft.infer.drafters import load_drafter
+from foredraft.infer.drafter_card import check_drafter, drafter_sha256, read_drafter_card
 from foredraft.infer.guessers import Guess, Guesser, PlainGuesser, SyncGuesser
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
-from foredraft.infer.params import MODES, EngineConfig, Mode, SamplingParams, num_cores
+from foredraft.infer.params import (
+    MODES,
+    EngineConfig,
+    ExpandPolicy,
+    Mode,
+    SamplingParams,
+    SpeculationParams,
+    num_cores,
+)
+from foredraft.infer.planner import FLAT, BlockPlanner
+from foredraft.infer.predictor import check_predictor, read_predictor_card
 from foredraft.infer.prompts import Message, Prompt, draw_seed, encode
 from foredraft.infer.remote_guesser import RemoteGuesser
 from foredraft.infer.request import Completion, Request
@@ -35,6 +45,7 @@ from foredraft.infer.stopping import StopChecker
 from foredraft.infer.target import Target, load_tokenizer
 from foredraft.infer.tracing import Trace
 from foredraft.infer.verify import depths, paths, prune, walk
+from foredraft.infer.verify_times import measure_verify_seconds
 
 PromptLike = str | Sequence[Message] | Sequence[int]  # one user turn, a conversation, or token ids
 
@@ -47,17 +58,30 @@ class Engine:
         drafter: folder or Hub id; needed for the modes sync and async.
         mode: default mode of `generate` and `stream`.
         config: engine settings.
+        predictor: folder or Hub id of the drafter's outcome predictor; orders guesses, sizes blocks.
+        record: folder that gets outcome records.
         trace: file for a Perfetto trace, written by `close`.
 
     Raises:
-        ValueError: mode without drafter, drafter of another tokenizer or target.
+        ValueError: mode without drafter, drafter of another tokenizer or target, predictor of another
+            drafter.
     """
 
     def __init__(
-        self, target: Target, drafter: str | None, mode: Mode, config: EngineConfig, trace: Path | None = None
+        self,
+        target: Target,
+        drafter: str | None,
+        mode: Mode,
+        config: EngineConfig,
+        *,
+        predictor: str | None = None,
+        record: Path | None = None,
+        trace: Path | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
+        self.predictor = predictor
+        self.record = record
         self.mode = mode
         self.config = config
         self.trace_path = trace
@@ -66,6 +90,8 @@ class Engine:
         self.request_ids = itertools.count()
         if drafter is not None:
             self._check_drafter(drafter)
+        if predictor is not None:
+            self._check_predictor(predictor)
         self._check_mode(mode)
         torch.set_num_threads(self.num_threads)
 
@@ -74,14 +100,17 @@ class Engine:
         cls,
         target: str,
         drafter: str | None = None,
+        predictor: str | None = None,
         *,
         mode: Mode = "async",
         config: EngineConfig | None = None,
+        record: Path | None = None,
         trace: Path | None = None,
     ) -> Self:
         """Load a target (Hub id, folder or `.gguf`) and name its drafter; errors as for the class."""
         config = config or EngineConfig()
-        return cls(Target.load(target, config), drafter, mode, config, trace)
+        loaded = Target.load(target, config)
+        return cls(loaded, drafter, mode, config, predictor=predictor, record=record, trace=trace)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -114,6 +143,12 @@ class Engine:
             found = tokenizer_sha256(load_tokenizer(drafter, self.config.of_drafter))
             check_tokenizer(found, expected, "the drafter", self.target.source)
 
+    def _check_predictor(self, predictor: str) -> None:
+        """Refuse a predictor without drafter, or of another one."""
+        if self.drafter is None:
+            raise ValueError("a predictor needs its drafter; give both or none")
+        check_predictor(read_predictor_card(predictor), predictor, drafter_sha256(self.drafter))
+
     def _check_mode(self, mode: str) -> None:
         """Raise ValueError for an unknown mode, or one that lacks its drafter."""
         if mode not in MODES:
@@ -127,6 +162,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         mode: Mode | None = None,
+        policy: ExpandPolicy | None = None,
         raw: bool = False,
     ) -> list[Completion]:
         """Decode prompts one after another.
@@ -136,6 +172,7 @@ class Engine:
                 ids.
             params: for all prompts, or one each. A prompt without a seed draws one.
             mode: plain, sync or async; None: the engine's.
+            policy: what a guess is believed; None: the engine's.
             raw: take strings as they are, without the chat template.
 
         Raises:
@@ -149,7 +186,7 @@ class Engine:
             )
         completions = []
         for prompt, one in zip(prompts, params, strict=True):
-            *_, completion = self.stream(prompt, one, mode=mode, raw=raw)
+            *_, completion = self.stream(prompt, one, mode=mode, policy=policy, raw=raw)
             assert isinstance(completion, Completion), "a stream ends with its completion"
             completions.append(completion)
         return completions
@@ -160,12 +197,15 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         mode: Mode | None = None,
+        policy: ExpandPolicy | None = None,
         raw: bool = False,
     ) -> Iterator[str | Completion]:
         """Yield text as it is settled, then the `Completion`. Arguments and errors as for `generate`."""
         mode = mode or self.mode
         self._check_mode(mode)
-        request = self._admit(self._encode(prompt, raw=raw), params or SamplingParams(), mode)
+        speculation = self.config.speculation
+        speculation = speculation if policy is None else replace(speculation, policy=policy)
+        request = self._admit(self._encode(prompt, raw=raw), params or SamplingParams(), mode, speculation)
         try:
             yield from self._decode(request, self._guesser(mode))
         finally:
@@ -181,7 +221,9 @@ class Engine:
         messages = tuple(cast("Sequence[Message]", prompt))
         return encode(Prompt(id="messages", messages=messages), self.target.tokenizer, raw=raw)
 
-    def _admit(self, token_ids: list[int], params: SamplingParams, mode: Mode) -> Request:
+    def _admit(
+        self, token_ids: list[int], params: SamplingParams, mode: Mode, speculation: SpeculationParams
+    ) -> Request:
         """Check that a prompt fits and give it a seed and an empty sequence."""
         model = self.target.model
         if not 0 < len(token_ids) <= self.max_prompt_tokens:
@@ -205,7 +247,26 @@ class Engine:
             sampler=CoupledSampler(params, model.vocab_size),
             stopping=StopChecker(self.target.tokenizer, self.target.eos_ids, params),
             stats=RequestStats(mode),
+            speculation=speculation,
+            planner=BlockPlanner(self._verify_seconds(mode, speculation)),
         )
+
+    def _verify_seconds(self, mode: Mode, speculation: SpeculationParams) -> tuple[float, ...]:
+        """T_v(n) by which a block's size is chosen.
+
+        Without calibrated probabilities, and in lockstep, every block is verified whole.
+        """
+        is_believed = self.predictor is not None and speculation.policy in ("auto", "predictor")
+        if mode == "plain" or not is_believed:
+            return FLAT
+        if self.config.verify_seconds or speculation.lockstep:
+            return self.config.verify_seconds or FLAT
+        return self.measured_verify_seconds
+
+    @cached_property
+    def measured_verify_seconds(self) -> tuple[float, ...]:
+        """T_v(n) of the target on this machine."""
+        return measure_verify_seconds(self.target.model)
 
     def _decode(self, request: Request, guesser: Guesser) -> Iterator[str]:
         """Prefill, then rounds until the request ends; yields text deltas."""
@@ -266,6 +327,8 @@ class Engine:
         """
         model = self.target.model
         block = prune(guess.block, request.num_remaining - 1, model.vocab_size, model.row_bucket - 1)
+        if guess.source == "draft":
+            block = block.first(request.planner.block_size(block.path_probs))
         parents = [None, *(-1 - (parent + 1) for parent in block.parents)]
         nodes = model.pool.append(request.seq, parents).nodes
         tokens = [request.tokens[-1], *block.tokens]
@@ -275,6 +338,7 @@ class Engine:
         positions = [request.root_position + 1 + depth for depth in [0, *depths(block)]]
         seen = [request.tokens + path for path in [[], *paths(block)]] if request.sampler.needs_seen else []
         verdict = walk(block, request.sampler.choose(logits_RV, positions, seen))
+        request.planner.observe(len(block.nodes), len(verdict.settled))
         model.pool.commit(request.seq, [nodes[0], *(nodes[index + 1] for index in verdict.accepted)])
         return replace(guess, block=block), verdict.settled
 
@@ -303,17 +367,26 @@ class Engine:
         if mode not in self.guessers:
             assert self.drafter is not None, "_check_mode has seen a drafter"
             if mode == "sync":
-                speculator = Speculator(load_drafter(self.drafter, self.config))
-                self.guessers[mode] = SyncGuesser(speculator, self.config.speculation, self.trace)
+                speculator = Speculator.load(
+                    self.drafter, self.config, predictor=self.predictor, record=self.record
+                )
+                self.guessers[mode] = SyncGuesser(speculator, self.trace)
             else:
-                self.guessers[mode] = RemoteGuesser(self.drafter, self.target, self.config, self.trace)
+                self.guessers[mode] = RemoteGuesser(
+                    self.drafter,
+                    self.target,
+                    self.config,
+                    self.trace,
+                    predictor=self.predictor,
+                    record=self.record,
+                )
         return self.guessers[mode]
 
     def close(self) -> None:
-        """Stop the draft server and write the trace."""
-        remote = self.guessers.pop("async", None)
-        if isinstance(remote, RemoteGuesser):
-            remote.shutdown()
+        """Stop the draft server, write records and trace."""
+        for guesser in self.guessers.values():
+            guesser.shutdown()
+        self.guessers = {"plain": PlainGuesser()}
         if self.trace_path is not None:
             self.trace.write(self.trace_path)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from foredraft.infer.config import UserError, nearest, read_config
-from foredraft.infer.params import EngineConfig, Mode, SpeculationParams
+from foredraft.infer.params import EngineConfig, ExpandPolicy, Mode, SpeculationParams
 
 if TYPE_CHECKING:
     from foredraft.infer.engine import Engine
@@ -34,7 +34,7 @@ SPECULATION_FLAGS = {
     "block_nodes": "guesses in a block",
     "fan_out": "children kept of an expanded node",
     "budget": "nodes expanded during one verification; 0: until the outcome arrives",
-    "policy": "what orders the expansion",
+    "policy": "what a guess is believed; auto: predictor where one is given, else confidence",
     "on_miss": "when the draft server has nothing ready: wait for it, look the text up, or decode plainly",
     "draft_timeout_ms": "bound of a wait for the draft server; 0: twice the median verify time",
     "lockstep": "exactly N expansions a round instead of K, then the answer (deterministic); 0: free running",
@@ -51,7 +51,7 @@ ENGINE_FLAGS = {
 }
 ASYNC_ONLY = ("budget", "on_miss", "draft_timeout_ms")
 DRAFTED_ONLY = (
-    *("drafter", "k", "block", "block_nodes", "fan_out", "policy", "lockstep"),
+    *("drafter", "predictor", "record", "k", "block", "block_nodes", "fan_out", "policy", "lockstep"),
     *("draft_device", "allow_target_mismatch"),
 )
 SAMPLED_ONLY = ("top_k", "top_p", "min_p")
@@ -81,6 +81,15 @@ def build_parser(command: str, about: str) -> FlagParser:
         metavar="D",
         default=argparse.SUPPRESS,
         help="drafter folder, or any causal LM with the target's tokenizer",
+    )
+    parser.add_argument(
+        "--predictor",
+        metavar="P",
+        default=argparse.SUPPRESS,
+        help="outcome predictor of the drafter: orders its guesses, chooses the size of blocks",
+    )
+    parser.add_argument(
+        "--record", metavar="FOLDER", default=argparse.SUPPRESS, help="write outcome records there"
     )
     parser.add_argument("--engine-config", metavar="FILE", help="engine settings (YAML); flags override them")
     add_flags(parser.add_argument_group("models"), EngineConfig, ENGINE_FLAGS)
@@ -124,6 +133,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.engine_config:
         base, _ = read_config(EngineConfig, ["--config", args.engine_config], "engine-config")
     speculation = dataclasses.replace(base.speculation, **given(args, SPECULATION_FLAGS))
+    if speculation.policy == "auto":
+        policy: ExpandPolicy = "predictor" if "predictor" in args else "confidence"
+        speculation = dataclasses.replace(speculation, policy=policy)
     return dataclasses.replace(base, **given(args, ENGINE_FLAGS), speculation=speculation)
 
 
@@ -133,6 +145,14 @@ def check_modes(args: argparse.Namespace, modes: Collection[str]) -> None:
     if drafted and "drafter" not in args:
         raise UserError(
             f"mode {drafted[0]} needs --drafter FOLDER; without a drafter there is only mode plain"
+        )
+
+
+def check_policies(args: argparse.Namespace, policies: Collection[str | None]) -> None:
+    """Raise UserError if the policy `predictor` is asked for without a predictor."""
+    if "predictor" in policies and "predictor" not in args:
+        raise UserError(
+            "policy predictor needs --predictor FOLDER; make one with `foredraft train-predictor`"
         )
 
 
@@ -175,6 +195,13 @@ def load_engine(
     # torch and transformers take seconds to import: mistakes in flags and prompt files are told before
     from foredraft.infer.engine import Engine
 
-    drafter = getattr(args, "drafter", None)
-    trace_path = Path(trace) if trace else None
-    return Engine.from_pretrained(args.target, drafter, mode=mode, config=config, trace=trace_path)
+    record = getattr(args, "record", None)
+    return Engine.from_pretrained(
+        args.target,
+        getattr(args, "drafter", None),
+        getattr(args, "predictor", None),
+        mode=mode,
+        config=config,
+        record=Path(record) if record else None,
+        trace=Path(trace) if trace else None,
+    )

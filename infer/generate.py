@@ -21,6 +21,7 @@ from foredraft.infer.flags import (
     add_flags,
     build_parser,
     check_modes,
+    check_policies,
     check_writable,
     engine_config,
     given,
@@ -66,6 +67,7 @@ def generate(argv: Sequence[str]) -> int:
     check_modes(args, [mode])
     check_writable("--trace", args.trace)
     config = engine_config(args)
+    check_policies(args, [config.speculation.policy])
     sampling = SamplingParams(stop=tuple(args.stop), **given(args, SAMPLING_FLAGS))
     prompts = [Prompt.from_text(args.prompt)] if args.prompts is None else read_prompts(args.prompts)
     for message in unused_flags(args, [mode], config, [sampling.temperature]):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foredraft.infer.ngram import NgramIndex
-from foredraft.infer.params import SpeculationParams
 from foredraft.infer.request import Request
 from foredraft.infer.speculator import Speculator
 from foredraft.infer.stats import Outcome, Source
@@ -52,6 +51,10 @@ class Guesser(Protocol):
         """End the request, whether or not it was opened; the draft tokens that were computed twice."""
         ...
 
+    def shutdown(self) -> None:
+        """No more requests come."""
+        ...
+
 
 class PlainGuesser:
     """No guesses: one token a round."""
@@ -73,13 +76,15 @@ class PlainGuesser:
         """Nothing was drafted."""
         return 0
 
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
 
 class SyncGuesser:
     """A drafter in this process, that works between verifications."""
 
-    def __init__(self, speculator: Speculator, params: SpeculationParams, trace: Trace) -> None:
+    def __init__(self, speculator: Speculator, trace: Trace) -> None:
         self.speculator = speculator
-        self.params = params
         self.trace = trace
 
     def prepare(self, request: Request) -> None:
@@ -87,13 +92,19 @@ class SyncGuesser:
 
     def open(self, request: Request) -> None:
         """Raises ValueError where the request does not fit the drafter's context."""
-        remaining = request.num_remaining
-        self.speculator.open(request.id, request.tokens, request.params, self.params, remaining)
+        self.speculator.open(
+            request.id,
+            request.tokens,
+            request.params,
+            request.speculation,
+            request.num_remaining,
+            request.num_prompt,
+        )
 
     def guess(self, request: Request) -> Guess:
         """Expand k times (or as often as lockstep says), then the best block."""
         with self.trace.span("expand", request=request.id):
-            self.speculator.expand(request.id, self.params.lockstep or self.params.k)
+            self.speculator.expand(request.id, request.speculation.lockstep or request.speculation.k)
         return Guess(self.speculator.block(request.id))
 
     def outcome(self, request: Request, settled: Sequence[int]) -> None:
@@ -107,6 +118,10 @@ class SyncGuesser:
         num_recomputed = self.speculator.stats(request.id)["draft_tokens_recomputed"]
         self.speculator.close(request.id)
         return num_recomputed
+
+    def shutdown(self) -> None:
+        """Write the records that are left."""
+        self.speculator.finish()
 
 
 class NgramGuesser:
@@ -141,3 +156,6 @@ class NgramGuesser:
     def close(self, request: Request) -> int:
         """Nothing was drafted."""
         return 0
+
+    def shutdown(self) -> None:
+        """Nothing to end."""

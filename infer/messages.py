@@ -42,6 +42,7 @@ class Open(_Message, tag="open", frozen=True, kw_only=True):
     """
 
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]  # prompt and all that is settled
+    num_prompt: Count | None = None  # of them are the prompt; None: all
     sampling: SamplingParams
     eos_ids: list[TokenId] = []
     max_tokens: Count  # that may still follow token_ids

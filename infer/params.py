@@ -10,7 +10,7 @@ Mode = Literal["plain", "sync", "async"]
 MODES: tuple[Mode, ...] = ("plain", "sync", "async")
 BlockShape = Literal["chain", "tree"]
 MissPolicy = Literal["wait", "ngram", "plain"]
-ExpandPolicy = Literal["confidence", "confidence-q", "predictor"]
+ExpandPolicy = Literal["auto", "confidence", "confidence-q", "predictor"]  # auto: the best that is there
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -71,7 +71,7 @@ class SpeculationParams:
     block_nodes: int = 7  # guesses in a block; with the root it fills a bucket of 8 rows
     fan_out: int = 16  # children kept per expanded node (F)
     budget: int = 0  # nodes expanded during one verification; 0: until the outcome arrives
-    policy: ExpandPolicy = "confidence"
+    policy: ExpandPolicy = "auto"  # what a guess is believed; auto: predictor where there is one
     on_miss: MissPolicy = "ngram"
     draft_timeout_ms: float = 0.0  # bound of a wait for the draft server; 0: twice the median verify time
     lockstep: int = 0  # exactly this many expansions a round, then the answer; 0: free running
@@ -107,6 +107,8 @@ class EngineConfig:
     revision: str | None = None  # of the target on the Hub
     trust_remote_code: bool = False
     allow_target_mismatch: bool = False
+    # seconds of a verification of 0, 1, 2, ... guesses, for the choice of block size; none: measured
+    verify_seconds: tuple[float, ...] = ()
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
@@ -126,6 +128,8 @@ class EngineConfig:
             "a power of two in 16..256",
             self.page_size,
         )
+        is_time = all(seconds > 0.0 for seconds in self.verify_seconds)
+        require(is_time, "verify_seconds", "positive seconds", self.verify_seconds)
         require(self.num_pages >= 0, "num_pages", "0 (automatic) or positive", self.num_pages)
 
     @property

@@ -176,6 +176,16 @@ def read_predictor_card(folder: str | Path) -> PredictorCard:
     return card
 
 
+def check_predictor(card: PredictorCard, folder: str | Path, drafter_sha256: str) -> None:
+    """Raise ValueError for a predictor of another drafter."""
+    if card.drafter_sha256 != drafter_sha256:
+        raise ValueError(
+            f"predictor {folder} was trained for the drafter with weights {card.drafter_sha256[:12]}, the "
+            f"drafter has {drafter_sha256[:12]}: its probabilities would mean nothing. Run `foredraft "
+            "outcomes` and `foredraft train-predictor` for this drafter"
+        )
+
+
 def load_predictor(folder: str | Path, drafter_sha256: str) -> tuple[OutcomePredictor, PredictorCard]:
     """Load a predictor for a drafter.
 
@@ -187,12 +197,7 @@ def load_predictor(folder: str | Path, drafter_sha256: str) -> tuple[OutcomePred
         ValueError: no predictor there, or one of another drafter or version.
     """
     card = read_predictor_card(folder)
-    if card.drafter_sha256 != drafter_sha256:
-        raise ValueError(
-            f"predictor {folder} was trained for the drafter with weights {card.drafter_sha256[:12]}, the "
-            f"drafter has {drafter_sha256[:12]}: its probabilities would mean nothing. Run `foredraft "
-            "outcomes` and `foredraft train-predictor` for this drafter"
-        )
+    check_predictor(card, folder, drafter_sha256)
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"predictor {folder} has no {WEIGHTS_FILE}; train the predictor again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from foredraft.infer import messages
 from foredraft.infer.draft_client import DraftClient
@@ -23,7 +24,9 @@ class RemoteGuesser:
     Args:
         drafter: folder or Hub id that the server loads.
         target: whose requests are served.
-        config: engine settings; `speculation` goes to the server with every request.
+        config: engine settings; the miss policy and the timeouts are those of its `speculation`.
+        predictor: folder or Hub id of the drafter's outcome predictor.
+        record: folder that gets outcome records.
         trace: gets the server's events too.
         slow_factor: pretend a drafter that is this much slower (for tests).
 
@@ -33,7 +36,15 @@ class RemoteGuesser:
     """
 
     def __init__(
-        self, drafter: str, target: Target, config: EngineConfig, trace: Trace, slow_factor: float = 1.0
+        self,
+        drafter: str,
+        target: Target,
+        config: EngineConfig,
+        trace: Trace,
+        *,
+        predictor: str | None = None,
+        record: Path | None = None,
+        slow_factor: float = 1.0,
     ) -> None:
         self.params = config.speculation
         self.eos_ids = sorted(target.eos_ids)
@@ -42,6 +53,8 @@ class RemoteGuesser:
             config,
             target=target.source,
             target_tokenizer_sha256=tokenizer_sha256(target.tokenizer),
+            predictor=predictor,
+            record=record,
             slow_factor=slow_factor,
         )
         self.client = DraftClient(command, self.params, target.model.vocab_size, trace=trace)
@@ -60,7 +73,7 @@ class RemoteGuesser:
         """
         self.on_miss.prepare(request)
         self.round = self.num_outcomes = 0
-        if not self.params.lockstep:
+        if not request.speculation.lockstep:
             self.send_open(request)
 
     def open(self, request: Request) -> None:
@@ -110,7 +123,8 @@ class RemoteGuesser:
                 sampling=request.params,
                 max_tokens=request.num_remaining,
                 eos_ids=self.eos_ids,
-                speculation=self.params,
+                num_prompt=request.num_prompt,
+                speculation=request.speculation,
             )
         )
 

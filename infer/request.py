@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.infer.params import SamplingParams
+from foredraft.infer.params import SamplingParams, SpeculationParams
+from foredraft.infer.planner import BlockPlanner
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.stats import RequestStats
 from foredraft.infer.stopping import StopChecker
@@ -23,6 +24,8 @@ class Request:
     sampler: CoupledSampler
     stopping: StopChecker
     stats: RequestStats
+    speculation: SpeculationParams
+    planner: BlockPlanner
 
     @property
     def root_position(self) -> int:

@@ -8,16 +8,19 @@ applied by later jobs, and results of nodes that have gone are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates, Drafter, Wanted
+from foredraft.infer.drafter_card import drafter_sha256, read_drafter_card
+from foredraft.infer.drafters import Candidates, Drafter, Wanted, load_drafter
 from foredraft.infer.features import node_features
 from foredraft.infer.kv_pool import PoolExhausted
 from foredraft.infer.outcome_records import NO_TOKEN
-from foredraft.infer.params import ExpandPolicy, SamplingParams, SpeculationParams
-from foredraft.infer.predictor import OutcomePredictor
+from foredraft.infer.params import EngineConfig, ExpandPolicy, SamplingParams, SpeculationParams
+from foredraft.infer.predictor import OutcomePredictor, load_predictor
 from foredraft.infer.prompts import hash_prompt
 from foredraft.infer.recorder import MIN_FAN_OUT, OutcomeRecorder
 from foredraft.infer.session import Expand, Expanded, Job, Session
@@ -47,6 +50,34 @@ class Speculator:
         self.fan_out = max(fan_out, MIN_FAN_OUT if recorder else 0)
         self.recorder = recorder
         self.sessions: dict[str, Session] = {}
+
+    @classmethod
+    def load(
+        cls, drafter: str, config: EngineConfig, *, predictor: str | None = None, record: Path | None = None
+    ) -> Self:
+        """Load a drafter and what goes with it.
+
+        Args:
+            drafter: folder or Hub id.
+            config: as for the target.
+            predictor: folder or Hub id of its outcome predictor.
+            record: folder that gets outcome records.
+
+        Raises:
+            ValueError: nothing there, a predictor of another drafter, records that cannot be written.
+        """
+        if predictor is None and record is None:
+            return cls(load_drafter(drafter, config))
+        sha256 = drafter_sha256(drafter)
+        recorder = None
+        if record is not None:
+            card = read_drafter_card(drafter)
+            family = card.family if card else "lm"
+            recorder = OutcomeRecorder(record, family=family, drafter_sha256=sha256)
+        if predictor is None:
+            return cls(load_drafter(drafter, config), recorder=recorder)
+        network, predictor_card = load_predictor(predictor, sha256)
+        return cls(load_drafter(drafter, config), network, predictor_card.fan_out, recorder)
 
     def open(
         self,
@@ -79,28 +110,30 @@ class Speculator:
                 f"the drafter holds {limit} positions, the request needs {len(tokens)} + {max_tokens}; "
                 "lower max_new_tokens or use a drafter with a longer context"
             )
-        self._check_policy(params)
+        policy = self._policy_of(params)
         self.sessions[request_id] = Session(
             tokens=list(tokens),
             seq=self.drafter.pool.begin(),
             tree=SpeculationTree(tokens[-1], max_depth=self.drafter.max_depth),
             sampler=self.drafter.sampler(sampling),
-            params=params,
+            params=replace(params, policy=policy),
             pending=list(tokens[:-1]),
             prompt_hash=hash_prompt(tokens[:num_prompt]),
         )
 
-    def _check_policy(self, params: SpeculationParams) -> None:
-        """Refuse the policy `predictor` without one, or with more candidates than it knows."""
-        if params.policy != "predictor":
-            return
-        if self.predictor is None:
+    def _policy_of(self, params: SpeculationParams) -> ExpandPolicy:
+        """The policy, resolved; ValueError for `predictor` where there is none, or where F is beyond it."""
+        policy = params.policy
+        if policy == "auto":
+            policy = "predictor" if self.predictor else "confidence"
+        if policy == "predictor" and self.predictor is None:
             raise ValueError("policy predictor needs a predictor; give one or use policy confidence")
-        if params.fan_out > self.fan_out:
+        if policy == "predictor" and params.fan_out > self.fan_out:
             raise ValueError(
                 f"the predictor knows {self.fan_out} candidates of a node, fan_out is {params.fan_out}; "
-                f"use at most {self.fan_out}"
+                f"use at most {self.fan_out}, or policy confidence"
             )
+        return policy
 
     def close(self, request_id: str) -> None:
         """Forget a request; unknown ones are ignored."""
@@ -279,7 +312,7 @@ class Speculator:
             return np.exp(candidates.scores_RF)
         if policy == "confidence-q":
             return np.exp(candidates.log_probs_RF)
-        assert self.predictor is not None, "_check_policy has seen a predictor"
+        assert self.predictor is not None, "_policy_of has seen a predictor"
         return self.predictor.probs(features_RK, candidates.scores_RF, candidates.log_probs_RF)
 
     def merge(self, job: Job, expanded: Expanded | None) -> None:
@@ -310,3 +343,8 @@ class Speculator:
         """Counters of one request."""
         session = self.sessions[request_id]
         return {"draft_expansions": session.num_expansions, "draft_tokens_recomputed": session.num_recomputed}
+
+    def finish(self) -> None:
+        """Write the records that are left; call it when no more requests come."""
+        if self.recorder is not None:
+            self.recorder.flush()

@@ -47,6 +47,10 @@ class Block:
     parents: list[int]
     path_probs: list[float]
 
+    def first(self, n: int) -> Block:
+        """The first n guesses: parents come before their children, so they are a block too."""
+        return Block(self.nodes[:n], self.tokens[:n], self.parents[:n], self.path_probs[:n])
+
 
 @dataclass(frozen=True, slots=True)
 class Advance:

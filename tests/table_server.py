@@ -76,6 +76,7 @@ class TableSpeculator:
         sampling: SamplingParams,
         params: SpeculationParams,
         max_tokens: int | None = None,
+        num_prompt: int | None = None,
     ) -> None:
         if len(tokens) + (max_tokens or 0) > MAX_POSITIONS:
             raise ValueError(f"the drafter holds {MAX_POSITIONS} positions, got {len(tokens)} and more")
@@ -124,6 +125,9 @@ class TableSpeculator:
 
     def stats(self, request_id: str) -> dict[str, int]:
         return {"draft_expansions": self.sessions[request_id].num_expansions}
+
+    def finish(self) -> None:
+        pass
 
 
 def build(arguments: argparse.Namespace) -> tuple[TableSpeculator, messages.Ready]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.infer import bench
 from foredraft.infer.bench_summary import Timing, first_divergence, ratio_with_interval
-from foredraft.infer.params import EngineConfig, Mode, SamplingParams, SpeculationParams
+from foredraft.infer.params import EngineConfig, ExpandPolicy, Mode, SamplingParams, SpeculationParams
 from foredraft.infer.request import Completion
 from foredraft.infer.stats import RequestStats, RoundRecord
 
@@ -36,12 +36,19 @@ class FakeEngine:
         self.asked: list[tuple[Mode, SamplingParams, tuple[int, ...]]] = []
         self.diverging: Mode | None = None
         self.slow_calls: set[int] = set()
+        self.policies: set[ExpandPolicy | None] = set()
 
     def generate(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, mode: Mode
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        mode: Mode,
+        policy: ExpandPolicy | None = None,
     ) -> list[Completion]:
         [ids], [one] = prompts, params
         self.asked.append((mode, one, tuple(ids)))
+        self.policies.add(policy)
         seconds = (
             SECONDS_PER_ROUND[mode] / self.threads_in_use * (100 if len(self.asked) in self.slow_calls else 1)
         )
@@ -215,6 +222,21 @@ def test_table_out_file_and_modes(
     assert {mode for mode, _, _ in engine.asked} == {"plain", "async"}
 
 
+def test_a_mode_may_be_measured_under_several_policies(
+    engine: FakeEngine, prompt_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = "plain,async:predictor,async:confidence"
+    assert run(prompt_file, "--modes", arms, "--predictor", "p", "--limit", "2", "--json") == 0
+    found = report(capsys)
+    assert [result["arm"] for result in found["results"]] == ["plain", "async:confidence", "async:predictor"]
+    assert [result["policy"] for result in found["results"]] == [None, "confidence", "predictor"]
+    assert found["results"][2]["speculation"]["policy"] == "predictor"
+    assert (
+        found["ratios"].keys() == found["identical_outputs"].keys() == {"async:confidence", "async:predictor"}
+    )
+    assert engine.policies == {None, "confidence", "predictor"}
+
+
 def test_without_plain_there_is_nothing_to_compare_with(
     engine: FakeEngine, prompt_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,8 +249,10 @@ def test_without_plain_there_is_nothing_to_compare_with(
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("--modes plain,fast", "expected some of plain,sync,async, each once, got 'plain,fast'"),
+        ("--modes plain,fast", "each once, got 'plain,fast'"),
         ("--modes plain,plain", "each once"),
+        ("--modes plain:confidence", "each once"),
+        ("--modes plain,async:predictor", "policy predictor needs --predictor FOLDER"),
         ("--repeats 0", "--repeats must be at least 1, got 0"),
         ("--limit 0", "--limit must be at least 1, got 0"),
         ("--temperature -1", "temperature must be in [0, 100), got -1.0"),
