@@ -22,6 +22,7 @@ from foredraft.infer import messages
 from foredraft.infer.draft_loop import DraftLoop, ServerOptions
 from foredraft.infer.draft_worker import Drafting
 from foredraft.infer.drafter_card import read_drafter_card
+from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.params import EngineConfig, SamplingParams, SpeculationParams
 from foredraft.infer.tracing import Trace
@@ -47,7 +48,8 @@ def load_speculator(arguments: argparse.Namespace) -> tuple[Drafting, messages.R
         if card is None:
             from foredraft.infer.target import load_tokenizer
 
-            found_sha256 = tokenizer_sha256(load_tokenizer(arguments.drafter, config.of_drafter))
+            folder = str(local_folder(arguments.drafter))
+            found_sha256 = tokenizer_sha256(load_tokenizer(folder, config.of_drafter))
         check_tokenizer(found_sha256, arguments.target_tokenizer_sha256, "the drafter", arguments.target)
 
     import torch

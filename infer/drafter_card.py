@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import TargetIdentity, check_tokenizer, identify_target
 
 CARD_FILE = "foredraft.json"
@@ -26,13 +27,13 @@ class DrafterCard:
     measured: dict[str, Any] = field(default_factory=dict)
 
 
-def read_drafter_card(folder: str | Path) -> DrafterCard | None:
-    """The foredraft.json of a drafter; None where a folder has none (a plain Hugging Face model).
+def read_drafter_card(source: str | Path) -> DrafterCard | None:
+    """The foredraft.json of a drafter (folder or Hub id); None where there is none (a plain causal LM).
 
     Raises:
-        ValueError: the file is not one that this version understands.
+        ValueError: no such drafter, or the file is not one that this version understands.
     """
-    path = Path(folder) / CARD_FILE
+    path = local_folder(source) / CARD_FILE
     if not path.is_file():
         return None
     try:
@@ -79,4 +80,4 @@ def check_drafter(
 
 def drafter_sha256(drafter: str) -> str:
     """Hash of a drafter's weights: what predictors and outcome records belong to."""
-    return identify_target(drafter).weights_sha256
+    return identify_target(str(local_folder(drafter))).weights_sha256

@@ -22,6 +22,7 @@ import torch
 
 from foredraft.infer.drafter_card import check_drafter, drafter_sha256, read_drafter_card
 from foredraft.infer.guessers import Guess, Guesser, PlainGuesser, SyncGuesser
+from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.params import (
     MODES,
@@ -140,7 +141,7 @@ class Engine:
                 card, self.target.identity, expected, allow_target_mismatch=self.config.allow_target_mismatch
             )
         else:
-            found = tokenizer_sha256(load_tokenizer(drafter, self.config.of_drafter))
+            found = tokenizer_sha256(load_tokenizer(str(local_folder(drafter)), self.config.of_drafter))
             check_tokenizer(found, expected, "the drafter", self.target.source)
 
     def _check_predictor(self, predictor: str) -> None:

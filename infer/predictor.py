@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from foredraft.infer.features import MIN_LOG, NO_GAP, NODE_FEATURES
+from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import TargetIdentity
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -146,12 +147,12 @@ def save_predictor(folder: str | Path, predictor: OutcomePredictor, card: Predic
 
 
 def read_predictor_card(folder: str | Path) -> PredictorCard:
-    """The config.json of a predictor folder.
+    """The config.json of a predictor (folder or Hub id).
 
     Raises:
         ValueError: there is none, or it is not one that this version understands.
     """
-    path = Path(folder) / CONFIG_FILE
+    path = local_folder(folder, "predictor") / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
             f"{folder} is not an outcome predictor: no {CONFIG_FILE}. "
@@ -190,7 +191,7 @@ def load_predictor(folder: str | Path, drafter_sha256: str) -> tuple[OutcomePred
     """Load a predictor for a drafter.
 
     Args:
-        folder: of the predictor.
+        folder: of the predictor, or a Hub id.
         drafter_sha256: weight hash of the drafter that it is to serve.
 
     Raises:
@@ -198,7 +199,7 @@ def load_predictor(folder: str | Path, drafter_sha256: str) -> tuple[OutcomePred
     """
     card = read_predictor_card(folder)
     check_predictor(card, folder, drafter_sha256)
-    path = Path(folder) / WEIGHTS_FILE
+    path = local_folder(folder, "predictor") / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"predictor {folder} has no {WEIGHTS_FILE}; train the predictor again")
     predictor = OutcomePredictor(card.hidden_size, len(card.temperatures))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from foredraft.infer.drafter_card import read_drafter_card
+from foredraft.infer.hub import local_folder
 from foredraft.infer.params import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def load_drafter(source: str, config: EngineConfig) -> Drafter:
     """Load a drafter by the family in its foredraft.json; a plain Hugging Face causal LM is an `lm` drafter.
 
     Args:
-        source: a folder, or a Hub id of a plain causal LM.
+        source: a folder or a Hub id.
         config: as for the target; see `EngineConfig.of_drafter`.
 
     Raises:
@@ -94,4 +95,4 @@ def load_drafter(source: str, config: EngineConfig) -> Drafter:
         raise ValueError(
             f"drafter {source} is of family {family!r}; this version knows {', '.join(FAMILIES)}"
         )
-    return importlib.import_module(FAMILIES[family]).load(source, card, config.of_drafter)
+    return importlib.import_module(FAMILIES[family]).load(str(local_folder(source)), card, config.of_drafter)

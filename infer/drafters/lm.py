@@ -112,7 +112,7 @@ def keep_head_rows(model: torch.nn.Module, token_ids_C: torch.Tensor) -> None:
 
 
 def load(source: str, card: DrafterCard | None, config: EngineConfig) -> LMDrafter:
-    """Load the family from a folder or a Hub id.
+    """Load the family from a folder.
 
     Raises:
         ValueError: no model there, or a draft vocabulary that does not fit it.
