@@ -37,6 +37,8 @@ from foredraft.infer.flags import (
     unused_flags,
     warn,
 )
+from foredraft.infer.hub import local_folder
+from foredraft.infer.identity import identify_target
 from foredraft.infer.params import MODES, EngineConfig, ExpandPolicy, SamplingParams, num_cores
 from foredraft.infer.prompts import Prompt, draw_seed, encode_all, file_sha256, line_seed, read_prompts
 
@@ -208,6 +210,7 @@ def warm_up(engine: Engine, case: Case, arms: Sequence[Arm]) -> None:
 def describe(engine: Engine, config: EngineConfig) -> dict[str, Any]:
     """The circumstances that a speed belongs to."""
     return {
+        "weights_sha256": weights_sha256(engine),
         "dtype": str(engine.target.model.model.dtype).removeprefix("torch."),
         "threads": engine.num_threads,
         "cores": num_cores(),
@@ -216,6 +219,17 @@ def describe(engine: Engine, config: EngineConfig) -> dict[str, Any]:
         "engine": dataclasses.asdict(config),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def weights_sha256(engine: Engine) -> dict[str, str]:
+    """Hash of the weights of target, drafter and predictor: whose figures these are, whatever the names."""
+    sources = {"drafter": engine.drafter, "predictor": engine.predictor}
+    hashes = {
+        name: identify_target(str(local_folder(source, name))).weights_sha256
+        for name, source in sources.items()
+        if source is not None
+    }
+    return {"target": engine.target.identity.weights_sha256, **hashes}
 
 
 def package_versions(names: Iterable[str]) -> Iterable[tuple[str, str | None]]:

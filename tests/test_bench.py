@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.infer import bench
 from foredraft.infer.bench_summary import Timing, first_divergence, ratio_with_interval
+from foredraft.infer.identity import TargetIdentity
 from foredraft.infer.params import EngineConfig, ExpandPolicy, Mode, SamplingParams, SpeculationParams
 from foredraft.infer.request import Completion
 from foredraft.infer.stats import RequestStats, RoundRecord
@@ -29,7 +30,9 @@ class FakeEngine:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         model = SimpleNamespace(model=SimpleNamespace(dtype="torch.bfloat16"))
-        self.target = SimpleNamespace(tokenizer=tokenizer, model=model)
+        identity = TargetIdentity(id="t", revision=None, weights_sha256="abc")
+        self.target = SimpleNamespace(tokenizer=tokenizer, model=model, identity=identity)
+        self.drafter = self.predictor = None
         self.max_prompt_tokens = 89
         self.num_threads = 1
         self.threads_in_use = 1
@@ -131,6 +134,7 @@ def test_json_layout(engine: FakeEngine, prompt_file: str, capsys: pytest.Captur
         mode: {"same": 6, "of": 6, "first_divergences": []} for mode in ("sync", "async")
     }
     assert found["prompts_sha256"] == hashlib.sha256(Path(prompt_file).read_bytes()).hexdigest()
+    assert found["weights_sha256"] == {"target": "abc"}
     assert found["dtype"] == "bfloat16"
     assert found["cores"] >= found["threads"] == 1
     assert found["versions"]["torch"]

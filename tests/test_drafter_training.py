@@ -105,6 +105,9 @@ def test_training_raises_heldout_acceptance(recipe: DrafterRecipe) -> None:
         measured = card.measured["heldout"][temperature]
         assert measured["top1"] > before.measured["heldout"][temperature]["top1"] + 0.1
         assert measured["tokens_per_verify"] > 1.0
+    manifest = TargetLog.open(recipe.log).manifest
+    assert card.training["log"]["prompts_sha256"] == manifest.prompts_sha256
+    assert card.training["log"]["tokens"] == sum(shard.tokens for shard in manifest.shards) > 0
     assert card.training["tokens"] == 12 * sum(
         len(row.response_ids) for row in TargetLog.open(recipe.log).rows("train")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -47,6 +47,7 @@ def write_drafter(
             "git": git_commit(),
             "fingerprint": state.fingerprint,
             "curve": state.curve,
+            "log": describe_log(manifest),
         }
         card = DrafterCard(
             family="lm",
@@ -59,6 +60,19 @@ def write_drafter(
         )
         write_drafter_card(folder, card)
         save_resolved(folder, resolved)
+
+
+def describe_log(manifest: LogManifest) -> dict[str, Any]:
+    """What a model card says of the training data."""
+    return {
+        "prompts_sha256": manifest.prompts_sha256,
+        "responses": sum(shard.rows for shard in manifest.shards),
+        "tokens": sum(shard.tokens for shard in manifest.shards),
+        "created": manifest.created,
+        "top_k_logprobs": manifest.top_k_logprobs,
+        "max_new_tokens": manifest.recipe["max_new_tokens"],
+        "groups": manifest.recipe["groups"],
+    }
 
 
 def saved_dtype(target: str, revision: str | None) -> torch.dtype:
