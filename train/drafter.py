@@ -30,6 +30,7 @@ from foredraft.train.draft_vocab import choose_draft_vocab, expected_counts
 from foredraft.train.drafter_init import build_drafter
 from foredraft.train.log_rows import LogRow
 from foredraft.train.recipe import DrafterRecipe
+from foredraft.train.splits import part_of
 from foredraft.train.student import Student
 from foredraft.train.target_log import TargetLog
 from foredraft.train.trainer import Trainer
@@ -70,7 +71,7 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
         return
     tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))
     _check_target(recipe, log, tokenizer)
-    rows = _usable_rows(log.rows("train"), recipe)
+    rows = _usable_rows((row for row in log.rows() if is_own(row, recipe)), recipe)
     heldout = _pick_heldout(list(log.rows("heldout")), recipe)
     torch.manual_seed(recipe.seed)
     student = build_student(recipe, log, tokenizer, rows)
@@ -143,6 +144,11 @@ def _check_target(recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTo
         )
 
 
+def is_own(row: LogRow, recipe: DrafterRecipe) -> bool:
+    """Whether the drafter may learn from a row."""
+    return part_of(row.request_id, row.split, recipe.reserved_fraction) == "train"
+
+
 def _usable_rows(rows: Iterable[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     """Rows of which some response token is left within `max_length`.
 
@@ -153,7 +159,7 @@ def _usable_rows(rows: Iterable[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     if not usable:
         raise ValueError(
             f"target log {recipe.log} has no train row with a prompt shorter than max_length "
-            f"{recipe.max_length}"
+            f"{recipe.max_length} that reserved_fraction {recipe.reserved_fraction:g} leaves to the drafter"
         )
     return usable
 

@@ -130,6 +130,7 @@ class DrafterRecipe:
     save_every: int  # updates between checkpoints; 0: none
     revision: str | None = None
     trust_remote_code: bool = False
+    reserved_fraction: float = 0.0  # of the train prompts, kept for an outcome predictor
     overwrite: bool = False  # replace another drafter in `out`
     attention: Literal["sdpa", "eager"] = "sdpa"  # eager is faster for short rows on CPUs
     wandb: Literal["off", "offline", "online"] = "off"
@@ -151,4 +152,6 @@ class DrafterRecipe:
             require(0.0 <= getattr(self, name) <= 1.0, name, "in [0, 1]", getattr(self, name))
         for name in ("weight_decay", "eval_every", "save_every", "threads"):
             require(getattr(self, name) >= 0, name, "0 or positive", getattr(self, name))
+        is_share = 0.0 <= self.reserved_fraction < 1.0
+        require(is_share, "reserved_fraction", "in [0, 1)", self.reserved_fraction)
         require(0 <= self.seed < 2**63, "seed", "in [0, 2^63)", self.seed)
