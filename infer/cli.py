@@ -13,6 +13,8 @@ from foredraft.infer.config import UserError, nearest, run_command
 COMMANDS = {
     "log": ("foredraft.train.collect", "run the target over prompts, write the target log"),
     "train-drafter": ("foredraft.train.drafter", "distil a drafter from the log"),
+    "outcomes": ("foredraft.train.outcomes", "replay the drafter over the log, write outcome records"),
+    "export": ("foredraft.train.export", "folders with model cards; to the Hub with --push-to-hub"),
     "generate": ("foredraft.infer.generate", "decode prompts: plain, synchronous or asynchronous"),
     "bench": ("foredraft.infer.bench", "measure the modes against each other on a prompt file"),
 }

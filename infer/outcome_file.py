@@ -32,8 +32,14 @@ def require_pyarrow() -> None:
         ) from error
 
 
-def write_records(path: Path, records: OutcomeRecords, *, family: str, drafter_sha256: str) -> None:
-    """Write records as one file; family and drafter_sha256 become columns, the position too."""
+def write_records(path: Path, records: OutcomeRecords, **names: str | np.ndarray) -> None:
+    """Write records as one file.
+
+    Args:
+        path: of the file.
+        records: N of them; their position becomes a column too.
+        names: further columns of text, one value for all records or str [N]: family, drafter_sha256, part.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -46,20 +52,20 @@ def write_records(path: Path, records: OutcomeRecords, *, family: str, drafter_s
         matrix = _column(records, name)
         flat = pa.array(np.ascontiguousarray(matrix).reshape(-1), pa.type_for_alias(alias))
         columns[name] = pa.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
-    for name, value in (("family", family), ("drafter_sha256", drafter_sha256)):
-        columns[name] = pa.array([value] * size, pa.string()).dictionary_encode()
+    for name, value in names.items():
+        columns[name] = pa.array(np.broadcast_to(value, size).tolist(), pa.string()).dictionary_encode()
     pq.write_table(pa.table(columns), path, compression="zstd")
 
 
-def read_records(path: Path) -> OutcomeRecords:
-    """All records of one file.
+def read_records(path: Path, part: str | None = None) -> OutcomeRecords:
+    """The records of one file, or those whose column `part` has a value.
 
     Raises:
         ValueError: the file lacks a column of the schema.
     """
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
+    table = pq.read_table(path, filters=None if part is None else [("part", "=", part)])
     missing = sorted((SCALARS.keys() | MATRICES.keys()) - set(table.column_names))
     if missing:
         raise ValueError(f"{path} holds no outcome records: columns {', '.join(missing)} are missing")
@@ -67,8 +73,9 @@ def read_records(path: Path) -> OutcomeRecords:
     for name in SCALARS:
         found[name] = table.column(name).to_numpy()
     for name in MATRICES:
-        column = table.column(name).combine_chunks()
-        found[name] = column.flatten().to_numpy().reshape(len(table), column.type.list_size)
+        column = table.column(name)
+        flat = column.combine_chunks().flatten().to_numpy() if len(table) else np.empty(0, MATRICES[name])
+        found[name] = flat.reshape(len(table), column.type.list_size)
     return OutcomeRecords(**{item.name: found[_stem(item.name)] for item in fields(OutcomeRecords)})
 
 

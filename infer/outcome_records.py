@@ -58,6 +58,22 @@ class OutcomeRecords:
         return OutcomeRecords(**{item.name: getattr(self, item.name)[chosen] for item in fields(self)})
 
     @classmethod
+    def empty(cls, num_features: int, fan_out: int) -> OutcomeRecords:
+        """No records."""
+        return cls(
+            request_id_N=np.empty(0, np.str_),
+            seed_N=np.empty(0, np.uint64),
+            anchor_N=np.empty(0, np.int32),
+            depth_N=np.empty(0, np.int32),
+            temperature_N=np.empty(0, np.float32),
+            features_NK=np.empty((0, num_features), np.float32),
+            candidate_ids_NF=np.empty((0, fan_out), np.int32),
+            scores_NF=np.empty((0, fan_out), np.float32),
+            log_probs_NF=np.empty((0, fan_out), np.float32),
+            labels_N=np.empty(0, np.int32),
+        )
+
+    @classmethod
     def concatenate(cls, parts: Sequence[OutcomeRecords]) -> OutcomeRecords:
         """All records of several batches with one F; at least one batch."""
         return cls(

@@ -30,11 +30,11 @@ class PagedModel:
     `plan` and `plan_prefill` touch only bookkeeping, `run` only tensors, so two threads can share the work.
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, num_lanes: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self.model = model.eval()
         self.row_bucket = config.row_bucket
         self.prefill_chunk = config.prefill_chunk
-        self.num_lanes = num_lanes or config.row_bucket
+        self.num_lanes = config.lanes or config.row_bucket
         self.device = next(model.parameters()).device
         layers = probe(model)
         text_config = model.config.get_text_config()
@@ -54,13 +54,13 @@ class PagedModel:
         return (self.pool.num_pages - num_reserved_pages(page_size)) * page_size
 
     @classmethod
-    def load(cls, source: str, config: EngineConfig, *, num_lanes: int | None = None) -> PagedModel:
+    def load(cls, source: str, config: EngineConfig) -> PagedModel:
         """Load a Hub id or a local folder.
 
         Raises:
             ValueError: nothing to load there, or the family bypasses the attention interface.
         """
-        return cls(load_causal_lm(source, config, config.device), config, num_lanes=num_lanes)
+        return cls(load_causal_lm(source, config, config.device), config)
 
     def plan(self, rows: Sequence[Row]) -> StepPlan:
         """Bookkeeping of one step; rows with neither node nor position are appended to their prefix."""

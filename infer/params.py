@@ -100,6 +100,7 @@ class EngineConfig:
     threads: int = 0  # of the target, the same in every mode; 0: all cores but the draft server's
     draft_threads: int = 1
     row_bucket: int = 8  # rows of every target step; padding rows write to scratch
+    lanes: int = 0  # rows of one sequence in a step at most; 0: all of them
     draft_rows: int = 16  # rows of every drafter step: nodes that one expansion takes at most
     prefill_chunk: int = 64  # tokens of a prefill step, aligned to absolute position
     page_size: int = 64  # tokens of a KV page
@@ -114,6 +115,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         require_choice(Dtype, "dtype", self.dtype)
         require(self.threads >= 0, "threads", "0 (automatic) or positive", self.threads)
+        require(0 <= self.lanes <= self.row_bucket, "lanes", "in 0..row_bucket", self.lanes)
         require(self.draft_threads >= 1, "draft_threads", "at least 1", self.draft_threads)
         require(2 <= self.row_bucket <= 256, "row_bucket", "in 2..256", self.row_bucket)
         require(

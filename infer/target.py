@@ -28,19 +28,18 @@ class Target:
     eos_ids: frozenset[int]
 
     @classmethod
-    def load(cls, source: str, config: EngineConfig, *, num_lanes: int | None = None) -> Target:
+    def load(cls, source: str, config: EngineConfig) -> Target:
         """Load a Hub id, a local folder or a `.gguf` file.
 
         Args:
             source: what to load.
             config: dtype, device, buckets, KV pages.
-            num_lanes: rows of one sequence in a step; None: the whole bucket.
 
         Raises:
             ValueError: nothing to load there, or a family that bypasses the attention interface.
         """
         tokenizer = load_tokenizer(source, config)
-        model = PagedModel.load(source, config, num_lanes=num_lanes)
+        model = PagedModel.load(source, config)
         generation_config = getattr(model.model, "generation_config", None)
         eos = getattr(generation_config, "eos_token_id", None)
         eos_ids = {eos} if isinstance(eos, int) else set(eos or ())

@@ -91,7 +91,7 @@ def test_rows_are_what_the_target_says(recipe: LogRecipe, tiny_target: Path) -> 
     assert len({row.seed for row in rows}) == len(rows)
     assert [row.temperature for row in rows[:4]] == [0.0, 1.0, 1.0, 0.8]
     assert (Path(recipe.out) / "recipe.yaml").read_text() == "recipe"
-    model = PagedModel.load(str(tiny_target), EngineConfig(dtype="float32", row_bucket=4), num_lanes=1)
+    model = PagedModel.load(str(tiny_target), EngineConfig(dtype="float32", row_bucket=4, lanes=1))
     reference = AutoModelForCausalLM.from_pretrained(tiny_target)
     eos_id = AutoTokenizer.from_pretrained(tiny_target).eos_token_id
     for row in rows:
@@ -241,7 +241,7 @@ def test_choice_equals_the_engines(names: list[str]) -> None:
 def small_pool(tiny_target: Path) -> Callable[[int], PagedModel]:
     def load(num_pages: int) -> PagedModel:
         config = EngineConfig(dtype="float32", row_bucket=4, page_size=16, num_pages=num_pages)
-        return PagedModel.load(str(tiny_target), config, num_lanes=1)
+        return PagedModel.load(str(tiny_target), replace(config, lanes=1))
 
     return load
 

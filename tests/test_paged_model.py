@@ -127,7 +127,7 @@ def test_forks_share_a_prefix_and_diverge(tiny_target: Path) -> None:
 
 
 def test_too_many_rows_are_refused(tiny_target: Path) -> None:
-    model = PagedModel.load(str(tiny_target), EngineConfig(num_pages=16, row_bucket=4), num_lanes=2)
+    model = PagedModel.load(str(tiny_target), EngineConfig(num_pages=16, row_bucket=4, lanes=2))
     seq = model.pool.begin()
     model.prefill(seq, [1, 2, 3])
     nodes = model.pool.append(seq, [None] * 5).nodes

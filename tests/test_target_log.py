@@ -13,7 +13,8 @@ import pytest
 from foredraft.infer.identity import TargetIdentity
 from foredraft.train.atomic import atomic_file, atomic_folder
 from foredraft.train.log_rows import LogRow, read_rows, write_rows
-from foredraft.train.target_log import MANIFEST_FILE, LogManifest, TargetLog
+from foredraft.train.shard_folder import MANIFEST_FILE
+from foredraft.train.target_log import LogManifest, TargetLog
 
 TARGET = TargetIdentity(id="target", revision=None, weights_sha256="a" * 64)
 
@@ -137,7 +138,10 @@ def test_shards_without_a_manifest_entry_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": replace(TARGET, id="other", weights_sha256="d" * 64)}, "is a log of target target"),
+        (
+            {"target": replace(TARGET, weights_sha256="d" * 64)},
+            "is a target log of target target",
+        ),
         ({"recipe": {"max_new_tokens": 9, "out": "x"}}, r"other settings \(max_new_tokens\)"),
         ({"prompts_sha256": "d" * 64, "num_shards": 4}, r"other settings \(prompts, num_shards\)"),
         ({"tokenizer_sha256": "d" * 64}, r"other settings \(tokenizer\)"),

@@ -127,10 +127,11 @@ class Collection:
             device=recipe.device,
             revision=recipe.revision,
             row_bucket=recipe.rows,
+            lanes=1,
             page_size=PAGE_SIZE,
             num_pages=num_pages_for(lengths, len(self.slots), recipe.max_new_tokens, recipe.rows, PAGE_SIZE),
         )
-        target = Target.load(recipe.target, config, num_lanes=1)
+        target = Target.load(recipe.target, config)
         if max(lengths) + recipe.max_new_tokens > target.model.max_positions:
             raise ValueError(
                 f"the longest prompt has {max(lengths)} tokens; with max_new_tokens {recipe.max_new_tokens} "

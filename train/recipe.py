@@ -6,10 +6,12 @@ working folder.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from foredraft.infer.params import SamplingParams, require
+from foredraft.infer.params import SamplingParams, require, require_choice
+from foredraft.train.splits import Part
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -155,3 +157,54 @@ class DrafterRecipe:
         is_share = 0.0 <= self.reserved_fraction < 1.0
         require(is_share, "reserved_fraction", "in [0, 1)", self.reserved_fraction)
         require(0 <= self.seed < 2**63, "seed", "in [0, 2^63)", self.seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutcomesRecipe:
+    """`foredraft outcomes`: a drafter replayed over a target log."""
+
+    log: str  # folder of the target log
+    drafter: str  # folder or Hub id
+    out: str  # folder of the outcome records
+    parts: tuple[Part, ...]  # of the log: reserved and heldout, train only to look at
+    fan_out: int  # F, candidates of a record
+    depth: int  # records have depth 0 .. depth - 1
+    k: int  # guesses of a chain round on held-out rows
+    rows: int = 64  # responses whose chain rounds run at once
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    threads: int = 0  # 0: torch's choice
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
+        require(bool(self.parts), "parts", f"some of {', '.join(get_args(Part))}", self.parts)
+        for part in self.parts:
+            require_choice(Part, "parts", part)
+        require(16 <= self.fan_out <= 64, "fan_out", "in 16..64", self.fan_out)
+        require(1 <= self.depth <= 32, "depth", "in 1..32", self.depth)
+        require(1 <= self.k <= 32, "k", "in 1..32", self.k)
+        require(2 <= self.rows <= 256, "rows", "in 2..256", self.rows)
+        require(self.threads >= 0, "threads", "0 (automatic) or positive", self.threads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportRecipe:
+    """`foredraft export`: a drafter, and its outcome predictor, with model cards."""
+
+    drafter: str  # folder or Hub id
+    out: str  # gets the folder `drafter`, and `predictor` where there is one
+    name: str  # of the drafter in its card: the Hub id it is to have
+    base_model: str  # Hub id of the target, for the card
+    license: str  # identifier of the Hub, such as apache-2.0
+    language: tuple[str, ...]  # codes, such as en; may be empty
+    predictor: str | None = None  # folder or Hub id of the drafter's outcome predictor
+    bench: str | None = None  # report of `foredraft bench --out FILE` with this drafter
+    overwrite: bool = False  # replace another export in `out`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "language", tuple(self.language))
+        for name in ("name", "base_model", "license"):
+            value = getattr(self, name)
+            require(bool(re.fullmatch(r"[\w./@+-]+", value)), name, "one word", value)
+        for code in self.language:
+            require(bool(re.fullmatch(r"[a-z]{2,3}", code)), "language", "codes such as en", self.language)

@@ -1,0 +1,147 @@
+"""Chain rounds along logged responses: the engine's rounds with block `chain`, the log in the target's place.
+
+Each round guesses k tokens, best score first, and takes candidates after the root and after every guess. Many
+responses run at once, each with one node in a step.
+
+Shape letters: R rows of a step (one a response), F candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foredraft.infer.drafters import Candidates, Drafter, Wanted
+from foredraft.infer.features import NodeContexts
+from foredraft.infer.outcome_records import UNKNOWN, OutcomeRecords, label_of
+from foredraft.infer.sampler import CoupledSampler
+from foredraft.infer.step_plan import Row
+from foredraft.train.acceptance import sampling_of
+from foredraft.train.log_rows import LogRow
+from foredraft.train.replay import concatenate, make_records
+
+
+@dataclass(slots=True, eq=False)
+class ChainedResponse:
+    """One response in the middle of its rounds."""
+
+    row: LogRow
+    tokens: list[int]
+    seq: int
+    sampler: CoupledSampler
+    root: int  # absolute position of the round's root, whose KV is not there yet
+    guesses: list[int] = field(default_factory=list)
+    kv_nodes: list[int] = field(default_factory=list)  # of the root and the guesses
+    parts: list[Candidates] = field(default_factory=list)  # of the same
+    rounds: list[OutcomeRecords] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the response ends before the outcome of the next round."""
+        return self.root + 1 >= len(self.tokens)
+
+    @property
+    def num_right(self) -> int:
+        """Guesses that the target followed."""
+        said = self.tokens[self.root + 1 :]
+        pairs = enumerate(zip(self.guesses, said, strict=False))
+        return next((i for i, (guess, token) in pairs if guess != token), min(len(self.guesses), len(said)))
+
+    def row_of_step(self) -> Row:
+        """The root, or the last guess."""
+        return Row(self.seq, (self.guesses or [self.tokens[self.root]])[-1], self.kv_nodes[-1])
+
+    def wanted(self, fan_out: int) -> Wanted:
+        """Candidates after that row."""
+        seen = [[*self.tokens[: self.root + 1], *self.guesses]] if self.sampler.needs_seen else []
+        return Wanted(self.sampler, [self.root + len(self.guesses) + 1], seen, fan_out)
+
+
+class ChainRounds:
+    """Runs rounds over rows, as many at once as the drafter's bucket holds.
+
+    Args:
+        drafter: with a wide row bucket.
+        k: guesses of a round.
+        fan_out: F.
+    """
+
+    def __init__(self, drafter: Drafter, *, k: int, fan_out: int) -> None:
+        self.drafter, self.k, self.fan_out = drafter, k, fan_out
+
+    def run(self, rows: Iterable[LogRow]) -> Iterator[tuple[LogRow, OutcomeRecords]]:
+        """Every row with its rounds, as it ends; k + 1 records a round. A row without a round is left out."""
+        waiting = iter(rows)
+        active: list[ChainedResponse] = []
+        while True:
+            while len(active) < self.drafter.row_bucket and (row := next(waiting, None)) is not None:
+                active.append(self._begin(row))
+            if not active:
+                return
+            self._round([response for response in active if not response.is_finished])
+            for response in [response for response in active if response.is_finished]:
+                active.remove(response)
+                self.drafter.pool.free(response.seq)
+                if response.rounds:
+                    yield response.row, OutcomeRecords.concatenate(response.rounds)
+
+    def _begin(self, row: LogRow) -> ChainedResponse:
+        """Read the prompt; the first root is the first response token, which the prompt's prefill settled."""
+        drafter, tokens = self.drafter, [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
+        seq, start = drafter.pool.begin(), 0
+        while start < row.first_position:
+            end = min(start + drafter.prefill_room(seq), row.first_position)
+            plan = drafter.plan_prefill(seq, tokens[start:end])
+            drafter.prefill(plan, drafter.pool.drain_moves())
+            start = end
+        return ChainedResponse(row, tokens, seq, drafter.sampler(sampling_of(row)), row.first_position)
+
+    def _round(self, responses: list[ChainedResponse]) -> None:
+        """One round of every response."""
+        for _ in range(self.k + 1) if responses else ():
+            self._expand(responses)
+        for response in responses:
+            self._settle(response)
+
+    def _expand(self, responses: list[ChainedResponse]) -> None:
+        """One step: candidates after the last node of every chain, and the next guess."""
+        pool = self.drafter.pool
+        for response in responses:
+            if response.parts:
+                response.guesses.append(int(response.parts[-1].token_ids_RF[0, 0]))
+            parent = response.kv_nodes[-1] if response.kv_nodes else None
+            response.kv_nodes += pool.append(response.seq, [parent]).nodes
+        plan = self.drafter.plan_rows([response.row_of_step() for response in responses])
+        wants = [response.wanted(self.fan_out) for response in responses]
+        found = self.drafter.expand(plan, pool.drain_moves(), wants)
+        for index, response in enumerate(responses):
+            response.parts.append(
+                Candidates(*(getattr(found, name)[index : index + 1] for name in Candidates.__slots__))
+            )
+
+    def _settle(self, response: ChainedResponse) -> None:
+        """Label the round's nodes by what the target said, and go to the next root."""
+        num_right = response.num_right
+        if response.root + num_right + 1 < len(response.tokens):
+            response.rounds.append(self._records(response, num_right))
+        path = response.kv_nodes[: num_right + 1]
+        self.drafter.pool.commit(response.seq, path)
+        response.root += num_right + 1
+        response.guesses, response.kv_nodes, response.parts = [], [], []
+
+    def _records(self, response: ChainedResponse, num_right: int) -> OutcomeRecords:
+        candidates, size = concatenate(response.parts), self.k + 1
+        said = response.tokens[response.root + 1 : response.root + 2 + num_right]
+        labels = [label_of(ids_F, token) for ids_F, token in zip(candidates.token_ids_RF, said, strict=False)]
+        best_R = candidates.scores_RF[:, 0]
+        contexts = NodeContexts(
+            temperature_R=np.full(size, response.row.temperature, np.float32),
+            depth_R=np.arange(size, dtype=np.int32),
+            log_path_confidence_R=np.concatenate([[0.0], np.cumsum(best_R[:-1])]).astype(np.float32),
+            last_rank_R=np.zeros(size, np.int32),
+        )
+        labels_R = np.full(size, UNKNOWN, np.int32)
+        labels_R[: len(labels)] = labels
+        return make_records(response.row, np.full(size, response.root), candidates, contexts, labels_R)
