@@ -15,6 +15,7 @@ COMMANDS = {
     "train-drafter": ("foredraft.train.drafter", "distil a drafter from the log"),
     "outcomes": ("foredraft.train.outcomes", "replay the drafter over the log, write outcome records"),
     "export": ("foredraft.train.export", "folders with model cards; to the Hub with --push-to-hub"),
+    "train-predictor": ("foredraft.train.predictor", "fit the outcome predictor to the records"),
     "generate": ("foredraft.infer.generate", "decode prompts: plain, synchronous or asynchronous"),
     "bench": ("foredraft.infer.bench", "measure the modes against each other on a prompt file"),
 }

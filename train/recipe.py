@@ -208,3 +208,35 @@ class ExportRecipe:
             require(bool(re.fullmatch(r"[\w./@+-]+", value)), name, "one word", value)
         for code in self.language:
             require(bool(re.fullmatch(r"[a-z]{2,3}", code)), "language", "codes such as en", self.language)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictorRecipe:
+    """`foredraft train-predictor`: fit an outcome predictor to outcome records."""
+
+    outcomes: str  # folder of the outcome records
+    out: str  # folder of the predictor
+    calibration_fraction: float  # of the reserved prompts, kept from the fit
+    hidden_size: int
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    weight_decay: float
+    seed: int
+    budgets: tuple[int, ...]  # B of the reported hit rates
+    learning_curve: bool  # also fit to 1/16, 1/8, ... of the prompts
+    overwrite: bool = False  # replace another predictor in `out`
+    threads: int = 0  # 0: torch's choice
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budgets", tuple(self.budgets))
+        is_share = 0.0 < self.calibration_fraction < 1.0
+        require(is_share, "calibration_fraction", "in (0, 1)", self.calibration_fraction)
+        for name in ("hidden_size", "epochs", "batch_size"):
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        require(self.learning_rate > 0.0, "learning_rate", "positive", self.learning_rate)
+        require(self.weight_decay >= 0.0, "weight_decay", "0 or positive", self.weight_decay)
+        require(0 <= self.seed < 2**63, "seed", "in [0, 2^63)", self.seed)
+        is_set = bool(self.budgets) and min(self.budgets) >= 1
+        require(is_set, "budgets", "at least one, each at least 1", self.budgets)
+        require(self.threads >= 0, "threads", "0 (automatic) or positive", self.threads)
