@@ -31,14 +31,16 @@ def local_folder(source: str | Path, what: str = "drafter") -> Path:
         reason = "there is no such path, and it is no Hub id"
     # an OSError where the Hub refuses, or where it is offline and nothing is cached
     except (HTTPError, OSError) as error:
-        reason = first_line(error)
+        reason = brief(error)
     raise ValueError(f"no {what} at {str(source)!r}: expected a folder or a Hub id ({reason})")
 
 
-def first_line(error: Exception) -> str:
-    """What an error of the Hub says, without the hints that follow."""
+def brief(error: BaseException) -> str:
+    """What an error of the Hub says in a line, without the hints that follow."""
     lines = [line.strip() for line in str(error).splitlines()]
-    return next((line for line in lines if line), type(error).__name__)
+    told = " ".join([line for line in lines if line and not line.startswith("For more info")][:2])
+    own = getattr(error, "server_message", None)
+    return (told if not own or own in told else f"{told}: {own}") or type(error).__name__
 
 
 @cache

@@ -23,11 +23,26 @@ from foredraft.infer.params import EngineConfig
 from foredraft.train.collect import collect
 from foredraft.train.drafter import train_drafter
 from foredraft.train.log_rows import LogRow
-from foredraft.train.recipe import DrafterRecipe, InitRecipe, LogRecipe, ResponseGroup
+from foredraft.train.recipe import (
+    DrafterRecipe,
+    ExportRecipe,
+    InitRecipe,
+    LogRecipe,
+    OutcomesRecipe,
+    PredictorRecipe,
+    ResponseGroup,
+)
 from foredraft.train.target_log import TargetLog
 from foredraft.train.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RECIPES = {
+    "log": LogRecipe,
+    "drafter": DrafterRecipe,
+    "outcomes": OutcomesRecipe,
+    "predictor": PredictorRecipe,
+    "export": ExportRecipe,
+}
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +310,7 @@ def test_wandb_offline(recipe: DrafterRecipe, tmp_path: Path, monkeypatch: pytes
     "path", sorted((REPOSITORY / "recipes").glob("*_*.yaml")), ids=lambda path: path.stem
 )
 def test_every_recipe_loads(path: Path) -> None:
-    cls = LogRecipe if path.stem.endswith("_log") else DrafterRecipe
+    cls = RECIPES[path.stem.rpartition("_")[2]]
     instance, resolved = read_config(cls, ["--config", str(path)], "recipe")
     assert isinstance(instance, cls)
     assert yaml.safe_load(resolved).keys() == set(cls.__slots__)

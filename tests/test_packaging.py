@@ -25,16 +25,6 @@ def packaged_files() -> list[Path]:
     return sorted(path.relative_to(REPOSITORY) for path in wanted)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the sdist without network."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return next(folder.glob("*.whl"))
-
-
 def test_every_folder_with_modules_is_a_listed_package() -> None:
     # an editable install works without the entry, a wheel is then silently incomplete
     folders = {path.parent.as_posix() for path in packaged_files() if path.suffix == ".py"}
