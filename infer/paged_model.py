@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foredraft.infer.attention import ATTENTION_NAME, PagedContext, ProbeContext, register
 from foredraft.infer.gguf import load_gguf
@@ -171,7 +171,18 @@ def load_causal_lm(source: str, config: EngineConfig, device: str) -> PreTrained
         raise ValueError(
             f"no model at {source!r}: expected a folder with config.json, a .gguf file or a Hub id ({error})"
         ) from error
+    except KeyError as error:  # a family with a table of attention classes of its own
+        family = AutoConfig.from_pretrained(source, **config.hub_options).model_type
+        raise ValueError(f"{refusal_of(family)}; found {type(error).__name__}: {error}") from error
     return model.to(device)
+
+
+def refusal_of(family: str) -> str:
+    """How a family is refused that does its attention in a way of its own."""
+    return (
+        f"model family {family!r} cannot be decoded: expected every layer to call transformers' attention "
+        "interface with the step's context"
+    )
 
 
 @torch.inference_mode()
@@ -185,11 +196,7 @@ def probe(model: PreTrainedModel) -> dict[int, LayerShape]:
         ValueError: the family bypasses the attention interface, so it cannot be decoded here.
     """
     context = ProbeContext()
-    family = model.config.model_type
-    refusal = (
-        f"model family {family!r} cannot be decoded: expected every layer to call transformers' attention "
-        "interface with the step's context"
-    )
+    refusal = refusal_of(model.config.model_type)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=0, paged_context=context)
