@@ -23,6 +23,7 @@ HELDOUT = f"{RUN}/heldout.jsonl"
 DRAFTER = f"{RUN}/drafter"
 BENCH = f"{RUN}/bench.json"
 BENCH_SETTINGS = {
+    "--limit": "12",
     "--max-new-tokens": "48",
     "--repeats": "1",
     "--seed": "0",
