@@ -1,4 +1,4 @@
-"""The whole path on one small model: unpack it, log its answers, distil a drafter, measure the three modes.
+"""The whole path on one small model: log its answers, distil a drafter, learn when to trust it, measure.
 
 Each stage is a command of its own, as a user would run it. A stage whose command, inputs and preceding stages
 are unchanged since its last success is not run again; remove runs/demo to start afresh. Results lie in
@@ -11,18 +11,23 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+CLI = (sys.executable, "-m", "foredraft.infer.cli")
 MODEL = "models/SmolLM2-135M-Instruct"
 RUN = "runs/demo"
 PROMPTS = "recipes/demo_prompts.jsonl"
 HELDOUT = f"{RUN}/heldout.jsonl"
 DRAFTER = f"{RUN}/drafter"
+PREDICTOR = f"{RUN}/predictor"
 BENCH = f"{RUN}/bench.json"
+REPORTED_BUDGET = "8"  # prepared outcomes of the hit rates
 BENCH_SETTINGS = {
+    "--modes": "plain,sync,async:confidence,async:predictor",
     "--limit": "12",
     "--max-new-tokens": "48",
     "--repeats": "1",
@@ -47,25 +52,23 @@ class Stage:
 def stages() -> list[Stage]:
     """The demo in order."""
     bench_flags = [part for flag in BENCH_SETTINGS.items() for part in flag]
-    models = ("--target", MODEL, "--drafter", DRAFTER)
-    bench = ("--prompts", HELDOUT, "--modes", "plain,sync,async", "--temperature", "0", "1", "--out", BENCH)
-    cli = (sys.executable, "-m", "foredraft.infer.cli")
-    log_recipe, drafter_recipe = "recipes/demo_log.yaml", "recipes/demo_drafter.yaml"
+    models = ("--target", MODEL, "--drafter", DRAFTER, "--predictor", PREDICTOR)
+    bench = ("--prompts", HELDOUT, "--temperature", "0", "1", "--out", BENCH)
+    fetch = (sys.executable, "scripts/fetch_smollm2.py", "--out", MODEL)
     return [
-        Stage(
-            "model", (sys.executable, "scripts/fetch_smollm2.py", "--out", MODEL), (), f"{MODEL}/source.json"
-        ),
-        Stage(
-            "log", (*cli, "log", "--config", log_recipe), (log_recipe, PROMPTS), f"{RUN}/log/manifest.json"
-        ),
-        Stage(
-            "drafter",
-            (*cli, "train-drafter", "--config", drafter_recipe),
-            (drafter_recipe,),
-            f"{DRAFTER}/foredraft.json",
-        ),
-        Stage("bench", (*cli, "bench", *models, *bench, *bench_flags), (HELDOUT,), BENCH),
+        Stage("model", fetch, (), f"{MODEL}/source.json"),
+        recipe_stage("log", "log", f"{RUN}/log/manifest.json", PROMPTS),
+        recipe_stage("drafter", "train-drafter", f"{DRAFTER}/foredraft.json"),
+        recipe_stage("outcomes", "outcomes", f"{RUN}/outcomes/manifest.json"),
+        recipe_stage("predictor", "train-predictor", f"{PREDICTOR}/config.json"),
+        Stage("bench", (*CLI, "bench", *models, *bench, *bench_flags), (HELDOUT,), BENCH),
     ]
+
+
+def recipe_stage(name: str, command: str, result: str, *inputs: str) -> Stage:
+    """A stage whose command takes the demo's recipe of that name."""
+    recipe = f"recipes/demo_{name}.yaml"
+    return Stage(name, (*CLI, command, "--config", recipe), (recipe, *inputs), result)
 
 
 def say(message: str) -> None:
@@ -119,27 +122,31 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def table_row(result: dict[str, Any], report: dict[str, Any]) -> str:
-    """One mode at one temperature as a row of a Markdown table."""
-    mode, temperature, stats = result["mode"], result["temperature"], result["stats"]
+def with_interval(value: float, interval: Sequence[float], form: str = ".2f") -> str:
+    """A figure with the ends of its interval."""
+    low, high = interval
+    return f"{value:{form}} ({low:{form}} to {high:{form}})"
+
+
+def table_row(result: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """One arm at one temperature as cells."""
+    arm, temperature, stats = result["arm"], result["temperature"], result["stats"]
     speed_up, same = "1.00", "-"
-    if mode in report["ratios"]:
-        ratio = next(r for r in report["ratios"][mode] if r["temperature"] == temperature)
-        speed_up = f"{ratio['ratio']:.2f} ({ratio['interval'][0]:.2f} to {ratio['interval'][1]:.2f})"
-        divergences = report["identical_outputs"][mode]["first_divergences"]
+    if arm in report["ratios"]:
+        ratio = next(r for r in report["ratios"][arm] if r["temperature"] == temperature)
+        speed_up = with_interval(ratio["ratio"], ratio["interval"])
+        divergences = report["identical_outputs"][arm]["first_divergences"]
         num_different = sum(d["temperature"] == temperature for d in divergences)
         same = f"{report['num_prompts'] - num_different} of {report['num_prompts']}"
-    cells = [mode, f"{temperature:g}", number(stats["tokens_per_second"], 1), speed_up]
-    cells += [number(stats["tokens_per_verify"]), number(stats["hit_rate"]), same]
-    return f"| {' | '.join(cells)} |"
+    cells = [arm, f"{temperature:g}", number(stats["tokens_per_second"], 1), speed_up]
+    return [*cells, number(stats["tokens_per_verify"]), number(stats["hit_rate"]), same]
 
 
-def all_cores_row(result: dict[str, Any]) -> str:
-    """Plain decoding on all cores, the drafter's included, as a row of a Markdown table."""
-    low, high = result["interval"]
+def all_cores_row(result: dict[str, Any]) -> list[str]:
+    """Plain decoding on all cores, the drafter's included, as cells."""
+    speed_up = with_interval(result["ratio"], result["interval"])
     cells = [f"plain, {result['threads']} threads", f"{result['temperature']:g}"]
-    cells += [number(result["tokens_per_second"], 1), f"{result['ratio']:.2f} ({low:.2f} to {high:.2f})"]
-    return f"| {' | '.join([*cells, '1.00', '-', '-'])} |"
+    return [*cells, number(result["tokens_per_second"], 1), speed_up, "1.00", "-", "-"]
 
 
 def circumstances(report: dict[str, Any], card: dict[str, Any], record: dict[str, Any]) -> str:
@@ -156,8 +163,8 @@ def circumstances(report: dict[str, Any], card: dict[str, Any], record: dict[str
     )
 
 
-def table(report: dict[str, Any], card: dict[str, Any], record: dict[str, Any]) -> str:
-    """The measured table in Markdown."""
+def bench_table(report: dict[str, Any]) -> str:
+    """Speed and outputs of the modes."""
     names = (
         "mode",
         "T",
@@ -168,9 +175,41 @@ def table(report: dict[str, Any], card: dict[str, Any], record: dict[str, Any]) 
         "same as plain",
     )
     rows = [table_row(result, report) for result in report["results"]]
-    rows += [all_cores_row(result) for result in report["plain_all_cores"]]
-    header = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    return "\n".join([*header, *rows, "", circumstances(report, card, record)])
+    return markdown(names, [*rows, *map(all_cores_row, report["plain_all_cores"])])
+
+
+def predictor_table(calibration: dict[str, Any]) -> str:
+    """What the outcome predictor is worth on held-out prompts, whatever the machine's speed."""
+    heldout, records, prompts = calibration["heldout"], calibration["records"], calibration["prompts"]
+    policies = ("uniform", "geometric", "confidence", "predictor", "oracle")
+    rows = []
+    for temperature, by_budget in heldout["hit_rate"].items():
+        rates = [number(by_budget[REPORTED_BUDGET][policy], 3) for policy in policies]
+        value, *interval = heldout["gain"][temperature][REPORTED_BUDGET]["confidence"]
+        rows.append([temperature, *rates, with_interval(value, interval, "+.3f")])
+    errors = (
+        f"{name} {value:.3f} (confidence {heldout['ece_confidence'][name]:.3f})"
+        for name, value in heldout["ece"].items()
+    )
+    losses = (f"{name} {value:.3f}" for name, value in heldout["log_loss"].items())
+    lines = (
+        f"Hit rate with {REPORTED_BUDGET} prepared outcomes, chain of {heldout['k']} guesses, "
+        f"F = {heldout['fan_out']}, by policy ({heldout['rounds']:,} rounds of {heldout['prompts']} held-out "
+        "prompts):",
+        "",
+        markdown(("T", *policies, "predictor minus confidence (95 %)"), rows),
+        "",
+        f"Calibration error of S_a, the probability that a guesses are right: {', '.join(errors)}.",
+        f"Log loss in nats: {', '.join(losses)}.",
+        f"Predictor fitted to {records['fit']:,} records of {prompts['fit']} prompts, calibrated on "
+        f"{prompts['calibration']} others; the drafter saw none of them.",
+    )
+    return "\n".join(lines)
+
+
+def markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows))
 
 
 def main() -> int:
@@ -180,14 +219,21 @@ def main() -> int:
     try:
         record = run_stages(Path(RUN, "stages.json"))
     except subprocess.CalledProcessError as error:
-        say("the demo stopped; run it again to go on where it stopped")
+        say(f"the demo stopped; run it again to go on where it stopped, or remove {RUN} to start afresh")
         return error.returncode if error.returncode > 0 else 1
     except KeyboardInterrupt:
         say("interrupted; run it again to go on where it stopped")
         return 130
-    report = json.loads(Path(BENCH).read_text(encoding="utf-8"))
-    card = json.loads(Path(DRAFTER, "foredraft.json").read_text(encoding="utf-8"))
-    text = table(report, card, record)
+    report, drafter, predictor = (
+        json.loads(Path(path).read_text(encoding="utf-8"))
+        for path in (BENCH, f"{DRAFTER}/foredraft.json", f"{PREDICTOR}/config.json")
+    )
+    parts = (
+        bench_table(report),
+        circumstances(report, drafter, record),
+        predictor_table(predictor["calibration"]),
+    )
+    text = "\n\n".join(parts)
     Path(RUN, "table.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0

@@ -9,7 +9,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
+
+from foredraft.infer.features import NODE_FEATURES
+from foredraft.infer.outcome_records import OutcomeRecords
+from foredraft.infer.predictor import LOG_OTHER, OutcomePredictor
+from foredraft.train.allocation import Rounds
+from foredraft.train.predictor_report import report_heldout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPTS = REPOSITORY / "recipes" / "demo_prompts.jsonl"
@@ -27,37 +35,25 @@ def demo() -> ModuleType:
     del sys.modules["demo"]
 
 
+ASYNC = "async:predictor"
+
+
 def report(num_prompts: int = 3) -> dict[str, Any]:
     stats = {"tokens_per_second": 20.0, "tokens_per_verify": 1.0, "hit_rate": None}
     divergence = {"id": "a", "temperature": 1.0, "index": 4}
+    spec = {"block": "tree", "block_nodes": 7, "fan_out": 8, "budget": 0, "k": 4, "on_miss": "ngram"}
     results = [
-        {"mode": mode, "temperature": t, "stats": stats | ({"hit_rate": 0.5} if mode == "async" else {})}
+        {"arm": arm, "temperature": t, "stats": stats | ({"hit_rate": 0.5} if arm == ASYNC else {})}
         for t in (0.0, 1.0)
-        for mode in ("plain", "async")
+        for arm in ("plain", ASYNC)
     ]
+    all_cores = {"temperature": 0.0, "threads": 2, "tokens_per_second": 25.0}
     return {
         "results": results,
-        "ratios": {"async": [{"temperature": t, "ratio": 1.5, "interval": [1.25, 1.75]} for t in (0.0, 1.0)]},
-        "identical_outputs": {"async": {"same": 5, "of": 6, "first_divergences": [divergence]}},
-        "engine": {
-            "speculation": {
-                "block": "tree",
-                "block_nodes": 7,
-                "fan_out": 8,
-                "budget": 0,
-                "k": 4,
-                "on_miss": "ngram",
-            }
-        },
-        "plain_all_cores": [
-            {
-                "temperature": 0.0,
-                "threads": 2,
-                "tokens_per_second": 25.0,
-                "ratio": 1.25,
-                "interval": [1.2, 1.3],
-            }
-        ],
+        "ratios": {ASYNC: [{"temperature": t, "ratio": 1.5, "interval": [1.25, 1.75]} for t in (0.0, 1.0)]},
+        "identical_outputs": {ASYNC: {"same": 5, "of": 6, "first_divergences": [divergence]}},
+        "engine": {"speculation": spec},
+        "plain_all_cores": [all_cores | {"ratio": 1.25, "interval": [1.2, 1.3]}],
         "num_prompts": num_prompts,
         "sampling": {"max_new_tokens": 128},
         "dtype": "bfloat16",
@@ -66,13 +62,19 @@ def report(num_prompts: int = 3) -> dict[str, Any]:
     }
 
 
-def test_table_shows_every_result_with_its_circumstances(demo: ModuleType) -> None:
-    record = {"log": {"key": "", "seconds": 12.3}}
-    lines = demo.table(report(), {"training": {"tokens": 123456}}, record).splitlines()
+def test_table_shows_every_result(demo: ModuleType) -> None:
+    lines = demo.bench_table(report()).splitlines()
+    assert len(lines) == 7
     assert lines[2] == "| plain | 0 | 20.0 | 1.00 | 1.00 | - | - |"
-    assert lines[3] == "| async | 0 | 20.0 | 1.50 (1.25 to 1.75) | 1.00 | 0.50 | 3 of 3 |"
-    assert lines[5] == "| async | 1 | 20.0 | 1.50 (1.25 to 1.75) | 1.00 | 0.50 | 2 of 3 |"
-    text = "\n".join(lines[6:])
+    assert lines[3] == "| async:predictor | 0 | 20.0 | 1.50 (1.25 to 1.75) | 1.00 | 0.50 | 3 of 3 |"
+    assert lines[5] == "| async:predictor | 1 | 20.0 | 1.50 (1.25 to 1.75) | 1.00 | 0.50 | 2 of 3 |"
+    assert lines[6] == "| plain, 2 threads | 0 | 25.0 | 1.25 (1.20 to 1.30) | 1.00 | - | - |"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_circumstances_are_told(demo: ModuleType) -> None:
+    record = {"log": {"key": "", "seconds": 12.3}}
+    text = demo.circumstances(report(), {"training": {"tokens": 123456}}, record)
     for fact in (
         "tree of 7 guesses",
         "F = 8",
@@ -81,6 +83,72 @@ def test_table_shows_every_result_with_its_circumstances(demo: ModuleType) -> No
         "log 12 s",
     ):
         assert fact in text
+
+
+def test_predictor_is_shown_with_what_it_replaces(demo: ModuleType) -> None:
+    """Figures of the real report, so that a renamed key fails here and not after minutes of the demo."""
+    rng = np.random.default_rng(0)
+    records = chain_records(rng, num_rounds=40, k=4)
+    figures = report_heldout(OutcomePredictor(), records, records, Rounds.of(records, 4), (4, 8))
+    calibration = {
+        "heldout": figures,
+        "prompts": {"fit": 30, "calibration": 13},
+        "records": {"fit": 12345, "calibration": 5},
+    }
+    lines = demo.predictor_table(calibration).splitlines()
+    rates = figures["hit_rate"]["1"]["8"]
+    assert "8 prepared outcomes, chain of 4 guesses, F = 16, by policy (40 rounds of 5" in lines[0]
+    [header, _, first, second, every] = [line.split(" | ") for line in lines if line.startswith("|")]
+    assert header[:4] == ["| T", "uniform", "geometric", "confidence"]
+    assert [first[0], second[0], every[0]] == ["| 0", "| 1", "| all"]
+    policies = ("uniform", "geometric", "confidence", "predictor", "oracle")
+    assert second[1:6] == [f"{rates[policy]:.3f}" for policy in policies]
+    # untrained it equals the policy confidence
+    assert second[6] == "+0.000 (+0.000 to +0.000) |"
+    text = "\n".join(lines)
+    for fact in ("S_1 ", "S_3 ", "confidence", "Log loss", "12,345 records of 30 prompts", "13 others"):
+        assert fact in text
+
+
+def chain_records(rng: np.random.Generator, num_rounds: int, k: int) -> OutcomeRecords:
+    """Random chain rounds of five prompts at two temperatures, F = 16."""
+    size = num_rounds * (k + 1)
+    round_N = np.arange(size) // (k + 1)
+    scores_NF = np.log(np.sort(rng.dirichlet(np.full(17, 0.3), size)[:, :16])[:, ::-1] + 1e-9)
+    features_NK = rng.normal(size=(size, len(NODE_FEATURES)))
+    features_NK[:, LOG_OTHER] = np.log1p(-np.exp(scores_NF).sum(1) + 1e-6)
+    return OutcomeRecords(
+        request_id_N=np.array([f"{n % 5:032x}" for n in round_N]),
+        seed_N=np.zeros(size, np.uint64),
+        anchor_N=round_N * 10,
+        depth_N=np.arange(size) % (k + 1),
+        temperature_N=(round_N % 2).astype(np.float32),
+        features_NK=features_NK.astype(np.float32),
+        candidate_ids_NF=np.tile(np.arange(16), (size, 1)),
+        scores_NF=scores_NF.astype(np.float32),
+        log_probs_NF=scores_NF.astype(np.float32),
+        labels_N=rng.integers(0, 17, size),
+    )
+
+
+def test_every_recipe_stage_makes_what_the_next_one_reads(demo: ModuleType) -> None:
+    """The recipes' `out` are the results that the stages wait for, and each reads an earlier one."""
+    made = [demo.MODEL]
+    for stage in demo.stages():
+        if "--config" not in stage.command:
+            continue
+        recipe = yaml.safe_load((REPOSITORY / stage.inputs[0]).read_text())
+        assert str(Path(stage.result).parent) == recipe["out"], stage.name
+        read = [recipe[name] for name in ("target", "log", "drafter", "outcomes") if name in recipe]
+        assert read
+        assert set(read) <= set(made), stage.name
+        made.append(recipe["out"])
+    assert made[1:] == [f"runs/demo/{name}" for name in ("log", "drafter", "outcomes", "predictor")]
+
+
+def test_reported_budget_is_measured(demo: ModuleType) -> None:
+    recipe = yaml.safe_load((REPOSITORY / "recipes" / "demo_predictor.yaml").read_text())
+    assert int(demo.REPORTED_BUDGET) in recipe["budgets"]
 
 
 def test_stages_run_again_only_when_something_changed(
