@@ -335,10 +335,8 @@ def test_the_source_is_never_overwritten(recipe: ExportRecipe, tmp_path: Path) -
     assert (source / "model.safetensors").is_file()
 
 
-def test_a_full_disk_leaves_the_last_export(recipe: ExportRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    export(recipe, "resolved")
-    before = card_of(recipe)
-    copy = shutil.copyfile
+def test_a_full_disk_leaves_what_was_there(recipe: ExportRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, out = shutil.copyfile, Path(recipe.out)
 
     def copy_until_full(source: Path, target: Path) -> None:
         if target.name == "model.safetensors":
@@ -347,9 +345,27 @@ def test_a_full_disk_leaves_the_last_export(recipe: ExportRecipe, monkeypatch: p
 
     monkeypatch.setattr(export_module.shutil, "copyfile", copy_until_full)
     with pytest.raises(OSError, match="No space left"):
+        export(recipe, "resolved")
+    assert list(out.parent.iterdir()) == []
+    monkeypatch.setattr(export_module.shutil, "copyfile", copy)
+    export(recipe, "resolved")
+    before = card_of(recipe)
+    monkeypatch.setattr(export_module.shutil, "copyfile", copy_until_full)
+    with pytest.raises(OSError, match="No space left"):
         export(replace(recipe, license="mit", overwrite=True), "resolved")
     assert card_of(recipe) == before
-    assert [path.name for path in Path(recipe.out).parent.iterdir()] == ["out"]
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_of_several_processes_the_first_exports(
+    recipe: ExportRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [f"--{key}={getattr(recipe, key)}" for key in ("drafter", "out", "name", "base_model", "license")]
+    for rank in ("1", "0"):
+        assert not Path(recipe.out).exists()
+        monkeypatch.setenv("RANK", rank)
+        assert foredraft(["export", *flags, "--language=[en]"]) == 0
+    assert card_of(recipe)
 
 
 @pytest.mark.parametrize(

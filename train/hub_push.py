@@ -93,7 +93,7 @@ def _commit(api: HfApi, folder: Path, repository: str, revision: str, message: s
     paths = {path.relative_to(folder).as_posix(): path for path in files}
     found = api.list_repo_files(repository, revision=revision)
     stale = [name for name in found if name.endswith(STALE_SUFFIXES) and name not in paths]
-    operations = [
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in paths.items()),
         *(CommitOperationDelete(path_in_repo=name) for name in stale),
     ]
