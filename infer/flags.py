@@ -80,13 +80,13 @@ def build_parser(command: str, about: str) -> FlagParser:
         "--drafter",
         metavar="D",
         default=argparse.SUPPRESS,
-        help="drafter folder, or any causal LM with the target's tokenizer",
+        help="drafter: folder or Hub id (ID@BRANCH); any causal LM with the target's tokenizer will do",
     )
     parser.add_argument(
         "--predictor",
         metavar="P",
         default=argparse.SUPPRESS,
-        help="outcome predictor of the drafter: orders its guesses, chooses the size of blocks",
+        help="the drafter's outcome predictor, likewise: orders its guesses, chooses the size of blocks",
     )
     parser.add_argument(
         "--record", metavar="FOLDER", default=argparse.SUPPRESS, help="write outcome records there"
