@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -51,6 +52,11 @@ class CoupledSampler:
         seen_RC = self.seen_mask(seen).to(logits_RC.device) if self.needs_seen else None
         return perturbed_scores(logits_RC, self.params, noise_RC, seen_RC)
 
+    @property
+    def rule(self) -> SamplingParams:
+        """The parameters without what names the noise: rows of samplers with one rule go together."""
+        return replace(self.params, seed=None, choice=0)
+
     def choose(
         self, logits_RC: torch.Tensor, positions: Sequence[int], seen: Sequence[Iterable[int]]
     ) -> list[int]:
@@ -77,3 +83,37 @@ class CoupledSampler:
             row[np.fromiter(tokens, dtype=np.int64)] = True
         mask = torch.from_numpy(mask_RV)
         return mask if self.token_ids is None else mask[:, self.token_ids.cpu()]
+
+
+def joint_scores(
+    samplers: Sequence[CoupledSampler],
+    logits: Sequence[torch.Tensor],
+    positions: Sequence[Sequence[int]],
+    seen: Sequence[Sequence[Iterable[int]]],
+) -> torch.Tensor:
+    """Perturbed scores float32 [R, C] of the rows of several requests over one vocabulary.
+
+    Args:
+        samplers: one a request.
+        logits: of its rows, float32 [rows, C].
+        positions: of its rows.
+        seen: of its rows; read only with a repetition penalty.
+    """
+    parts: list[torch.Tensor | None] = [None] * len(samplers)
+    groups: dict[SamplingParams, list[int]] = {}
+    for index, sampler in enumerate(samplers):
+        if sampler.needs_seen:
+            parts[index] = sampler.scores(logits[index], positions[index], seen[index])
+        else:
+            groups.setdefault(sampler.rule, []).append(index)
+    for rule, members in groups.items():
+        rows_RC = torch.cat([logits[index] for index in members])
+        noise_RC = None
+        if rule.temperature > 0:
+            noise_RC = torch.cat([samplers[index].noise(positions[index]) for index in members])
+            noise_RC = noise_RC.to(rows_RC.device)
+        scores_RC = perturbed_scores(rows_RC, rule, noise_RC, None)
+        found = scores_RC.split([len(logits[index]) for index in members])
+        for index, part in zip(members, found, strict=True):
+            parts[index] = part
+    return torch.cat([part for part in parts if part is not None])

@@ -73,7 +73,7 @@ def outcome_masses(probs_MDF: np.ndarray) -> np.ndarray:
 
 
 def is_hit_by_mass(rounds: Rounds, probs_MDF: np.ndarray, budget: int) -> np.ndarray:
-    """Whether the outcome is one of the `budget` most probable ones, bool [M]; ties go to the earlier depth."""
+    """Whether the outcome is one of the `budget` most probable, bool [M]; ties go to the earlier depth."""
     masses_MO = outcome_masses(probs_MDF).reshape(len(rounds.labels_MD), -1)
     fan_out, rows = rounds.records.fan_out, np.arange(len(masses_MO))
     own_M = rounds.num_right_M * fan_out + np.minimum(rounds.place_M, fan_out - 1)

@@ -8,7 +8,9 @@ interrupted run keeps its finished shards; a second run does what is missing or 
 
 from __future__ import annotations
 
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -64,7 +66,7 @@ def replay(recipe: OutcomesRecipe, resolved: str) -> OutcomeLog:
     # nobody writes before everybody has seen what is missing
     state.wait_for_everyone()
     own = missing[state.process_index :: state.num_processes]
-    rows = {index: wanted_rows(log, outcomes, index) for index in own}
+    rows = {index: wanted_rows(log, outcomes, index, recipe) for index in own}
     num_rows = sum(map(len, rows.values()))
     with ProgressReport("outcomes: responses", num_rows, is_enabled=state.is_main_process) as report:
         if own:
@@ -121,12 +123,17 @@ def make_manifest(recipe: OutcomesRecipe, log: TargetLog, card: DrafterCard | No
     )
 
 
-def wanted_rows(log: TargetLog, outcomes: OutcomeLog, index: int) -> list[LogRow]:
+def wanted_rows(log: TargetLog, outcomes: OutcomeLog, index: int, recipe: OutcomesRecipe) -> list[LogRow]:
     """Rows of one shard of the log that the recipe wants replayed."""
-    manifest = outcomes.manifest
-    parts, reserved = manifest.recipe["parts"], manifest.reserved_fraction
-    rows = read_rows(log.shard_paths[index])
-    return [row for row in rows if part_of(row.request_id, row.split, reserved) in parts]
+    wanted = []
+    num_seen: Counter[tuple[str, float]] = Counter()  # a prompt's responses are all in one shard
+    for row in read_rows(log.shard_paths[index]):
+        part = part_of(row.request_id, row.split, outcomes.manifest.reserved_fraction)
+        num_seen[row.request_id, row.temperature] += 1
+        is_enough = num_seen[row.request_id, row.temperature] > (recipe.heldout_responses or math.inf)
+        if part in recipe.parts and not (part == "heldout" and is_enough):
+            wanted.append(row)
+    return wanted
 
 
 class ShardWriter:
@@ -141,7 +148,7 @@ class ShardWriter:
     ) -> None:
         self.recipe, self.outcomes, self.rows, self.report = recipe, outcomes, rows, report
         self.drafter = self._load()
-        self.num_rows = self.num_records = 0
+        self.num_rows = self.num_records = self.num_rounds = 0
 
     def _load(self) -> Drafter:
         recipe = self.recipe
@@ -176,7 +183,8 @@ class ShardWriter:
         rounds = ChainRounds(self.drafter, k=self.recipe.k, fan_out=self.recipe.fan_out)
         for row, records in rounds.run(row for _, row in pairs):
             found[shard_of[row.request_id, row.seed]].append(records)
-            self.report.update(self.num_rows, "chain rounds")
+            self.num_rounds += len(records) // (self.recipe.k + 1)
+            self.report.update(self.num_rows, f"{self.num_rounds} chain rounds")
         return found
 
     def _path_records(self, rows: list[LogRow]) -> Iterator[tuple[str, OutcomeRecords]]:

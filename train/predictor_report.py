@@ -10,7 +10,7 @@
       geometric: {acceptance, power}                             fitted on the prompts of the fit
     by_temperature: [{temperature, scale, shift}]                of the calibration
     prompts: {fit, calibration}, records: {fit, calibration}
-    learning_curve: [{records, prompts, log_loss, ece_S_1, gain: {T: {B: ...}}}]  none where it was not asked for
+    learning_curve: [{records, prompts, log_loss, ece_S_1, gain: {T: {B: ...}}}]      empty if not asked for
 
 Constant and depth frequencies come from the records of the fit. Intervals are 95 % of a paired bootstrap over
 prompts.

@@ -170,6 +170,7 @@ class OutcomesRecipe:
     fan_out: int  # F, candidates of a record
     depth: int  # records have depth 0 .. depth - 1
     k: int  # guesses of a chain round on held-out rows
+    heldout_responses: int  # replayed of a held-out prompt at each temperature at most; 0: all
     rows: int = 64  # responses whose chain rounds run at once
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
@@ -183,6 +184,8 @@ class OutcomesRecipe:
         require(16 <= self.fan_out <= 64, "fan_out", "in 16..64", self.fan_out)
         require(1 <= self.depth <= 32, "depth", "in 1..32", self.depth)
         require(1 <= self.k <= 32, "k", "in 1..32", self.k)
+        is_count = self.heldout_responses >= 0
+        require(is_count, "heldout_responses", "0 (all) or positive", self.heldout_responses)
         require(2 <= self.rows <= 256, "rows", "in 2..256", self.rows)
         require(self.threads >= 0, "threads", "0 (automatic) or positive", self.threads)
 

@@ -19,7 +19,7 @@ from foredraft.infer.kv_pool import KVPool
 from foredraft.infer.outcome_records import NO_TOKEN
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import EngineConfig, SamplingParams
-from foredraft.infer.sampler import CoupledSampler
+from foredraft.infer.sampler import CoupledSampler, joint_scores
 from foredraft.infer.step_plan import Row, StepPlan
 
 DEFAULT_MAX_DEPTH = 64
@@ -77,11 +77,11 @@ class LMDrafter:
         """Run planned rows and guess after the last of them, request by request."""
         sizes = [len(want.positions) for want in wants]
         logits_RC = self.model.run(plan, moves)[plan.num_rows - sum(sizes) :]
-        scores_RC = torch.cat(
-            [
-                want.sampler.scores(rows_RC, want.positions, want.seen)
-                for want, rows_RC in zip(wants, logits_RC.split(sizes), strict=True)
-            ]
+        scores_RC = joint_scores(
+            [want.sampler for want in wants],
+            logits_RC.split(sizes),
+            [want.positions for want in wants],
+            [want.seen for want in wants],
         )
         return self._candidates(logits_RC, scores_RC, wants[0].fan_out)
 
