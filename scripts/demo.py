@@ -29,7 +29,7 @@ REPORTED_BUDGET = "8"  # prepared outcomes of the hit rates
 BENCH_SETTINGS = {
     "--modes": "plain,sync,async:confidence,async:predictor",
     "--limit": "12",
-    "--max-new-tokens": "48",
+    "--max-new-tokens": "32",
     "--repeats": "1",
     "--seed": "0",
     "--block": "tree",
