@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates
 from foredraft.infer.features import NodeContexts
 from foredraft.infer.outcome_records import label_of
 from foredraft.infer.tree import SpeculationTree
@@ -26,6 +25,7 @@ class Expansion:
     candidate_ids_F: np.ndarray
     scores_F: np.ndarray
     log_probs_F: np.ndarray
+    echo_F: np.ndarray
 
 
 class Expansions:
@@ -54,24 +54,9 @@ class Expansions:
             node = parent
         return path
 
-    def add(
-        self,
-        nodes: Sequence[int],
-        anchor: int,
-        depths: np.ndarray,
-        candidates: Candidates,
-        features: np.ndarray,
-    ) -> None:
-        """Keep what the drafter said of nodes, one row each. features: float32 [R, K]."""
-        for row, node in enumerate(nodes):
-            self._of[node] = Expansion(
-                anchor=anchor,
-                depth=int(depths[row]),
-                features_K=features[row],
-                candidate_ids_F=candidates.token_ids_RF[row],
-                scores_F=candidates.scores_RF[row],
-                log_probs_F=candidates.log_probs_RF[row],
-            )
+    def add(self, node: int, expansion: Expansion) -> None:
+        """Keep what is known of a node."""
+        self._of[node] = expansion
 
     def keep(self, survivors: set[int]) -> None:
         """Forget the nodes that have left the tree."""

@@ -1,4 +1,4 @@
-"""What an outcome predictor sees of an expanded node, beside its candidates' scores. NumPy only.
+"""What an outcome predictor sees of an expanded node and of its candidates. NumPy only.
 
 The list is versioned with the predictor's schema: a predictor is refused where its features are not these.
 
@@ -23,6 +23,17 @@ NODE_FEATURES = (
     "gap",  # best score minus the second
     "log_other",  # log of the confidence outside the candidates
 )
+CANDIDATE_FEATURES = (
+    "score",
+    "log_prob",
+    "log_rank",
+    "gap_to_best",
+    "is_other",
+    "occurred",  # these three: foredraft.infer.echo
+    "followed_one",
+    "followed_two",
+)
+FEATURES = (*NODE_FEATURES, *CANDIDATE_FEATURES)
 MIN_LOG = -20.0  # logarithms are cut here: what is less likely than e^-20 is all the same
 NO_GAP = 20.0
 

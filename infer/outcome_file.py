@@ -18,7 +18,13 @@ SCALARS = {
     "temperature": "float32",
     "labels": "int32",
 }
-MATRICES = {"features": "float32", "candidate_ids": "int32", "scores": "float32", "log_probs": "float32"}
+MATRICES = {
+    "features": "float32",
+    "candidate_ids": "int32",
+    "scores": "float32",
+    "log_probs": "float32",
+    "echo": "uint8",
+}
 
 
 def require_pyarrow() -> None:

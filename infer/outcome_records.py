@@ -33,6 +33,7 @@ class OutcomeRecords:
     candidate_ids_NF: np.ndarray  # int32, best perturbed score first
     scores_NF: np.ndarray  # float32, log-confidence: perturbed score minus log-sum-exp over the vocabulary
     log_probs_NF: np.ndarray  # float32, the drafter's own log-probabilities
+    echo_NF: np.ndarray  # uint8, see foredraft.infer.echo
     labels_N: np.ndarray  # int32: place of the target's token among the candidates, F for another, UNKNOWN
 
     def __len__(self) -> int:
@@ -70,6 +71,7 @@ class OutcomeRecords:
             candidate_ids_NF=np.empty((0, fan_out), np.int32),
             scores_NF=np.empty((0, fan_out), np.float32),
             log_probs_NF=np.empty((0, fan_out), np.float32),
+            echo_NF=np.empty((0, fan_out), np.uint8),
             labels_N=np.empty(0, np.int32),
         )
 

@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from foredraft.infer.features import MIN_LOG, NO_GAP, NODE_FEATURES
+from foredraft.infer.echo import FOLLOWED_ONE, FOLLOWED_TWO, OCCURRED
+from foredraft.infer.features import CANDIDATE_FEATURES, FEATURES, MIN_LOG, NO_GAP, NODE_FEATURES
 from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import TargetIdentity
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 SCHEMA = 1
-CANDIDATE_FEATURES = ("score", "log_prob", "log_rank", "gap_to_best", "is_other")
 LOG_OTHER = NODE_FEATURES.index("log_other")
 
 
@@ -73,7 +73,11 @@ class OutcomePredictor(nn.Module):
         self.register_buffer("shift_B", torch.zeros(num_temperatures))
 
     def forward(
-        self, features_NK: torch.Tensor, scores_NF: torch.Tensor, log_probs_NF: torch.Tensor
+        self,
+        features_NK: torch.Tensor,
+        scores_NF: torch.Tensor,
+        log_probs_NF: torch.Tensor,
+        echo_NF: torch.Tensor,
     ) -> torch.Tensor:
         """Calibrated log-probabilities.
 
@@ -81,19 +85,24 @@ class OutcomePredictor(nn.Module):
             features_NK: float32, in the order of NODE_FEATURES.
             scores_NF: float32 log-confidences, best first; -inf where there is no candidate.
             log_probs_NF: float32, the drafter's own; -inf where there is no candidate.
+            echo_NF: uint8, bits of `foredraft.infer.echo`.
 
         Returns:
             float32 [N, F + 1], the last column is `other`; -inf where there is no candidate.
         """
-        return self.calibrate(self.raw(features_NK, scores_NF, log_probs_NF), features_NK[:, 0])
+        return self.calibrate(self.raw(features_NK, scores_NF, log_probs_NF, echo_NF), features_NK[:, 0])
 
     def raw(
-        self, features_NK: torch.Tensor, scores_NF: torch.Tensor, log_probs_NF: torch.Tensor
+        self,
+        features_NK: torch.Tensor,
+        scores_NF: torch.Tensor,
+        log_probs_NF: torch.Tensor,
+        echo_NF: torch.Tensor,
     ) -> torch.Tensor:
         """Log-probabilities before calibration, [N, F + 1]; arguments as for `forward`."""
         own_NF1 = torch.cat([scores_NF, features_NK[:, LOG_OTHER, None]], 1)
         node_NH = nn.functional.silu(self.node_layer((features_NK - self.mean_K) / self.spread_K))
-        candidate_NF1H = self.candidate_layer(candidate_features(own_NF1, log_probs_NF))
+        candidate_NF1H = self.candidate_layer(candidate_features(own_NF1, log_probs_NF, echo_NF))
         both_NF1H = nn.functional.silu(node_NH[:, None] + candidate_NF1H)
         bias_NF1 = self.bias_head(nn.functional.silu(self.hidden_layer(both_NF1H)))[..., 0]
         scale_N1 = 1.0 + self.scale_head(node_NH)
@@ -109,13 +118,17 @@ class OutcomePredictor(nn.Module):
         return torch.cat([logits_NF1[:, :-1], logits_NF1[:, -1:] + shift_N1], 1).log_softmax(1)
 
     @torch.inference_mode()
-    def probs(self, features_RK: np.ndarray, scores_RF: np.ndarray, log_probs_RF: np.ndarray) -> np.ndarray:
+    def probs(
+        self, features_RK: np.ndarray, scores_RF: np.ndarray, log_probs_RF: np.ndarray, echo_RF: np.ndarray
+    ) -> np.ndarray:
         """Probabilities of the candidates, float32 [R, F]; what they leave of 1 is `other`."""
-        parts = [torch.from_numpy(part) for part in (features_RK, scores_RF, log_probs_RF)]
+        parts = [torch.from_numpy(part) for part in (features_RK, scores_RF, log_probs_RF, echo_RF)]
         return self(*parts)[:, :-1].exp().numpy()
 
 
-def candidate_features(own_NF1: torch.Tensor, log_probs_NF: torch.Tensor) -> torch.Tensor:
+def candidate_features(
+    own_NF1: torch.Tensor, log_probs_NF: torch.Tensor, echo_NF: torch.Tensor
+) -> torch.Tensor:
     """Features float32 [N, F + 1, C] of the candidates and of `other`, of the order of one."""
     own_NF1 = own_NF1.clamp(min=MIN_LOG)
     log_probs_NF1 = torch.cat([log_probs_NF.clamp(min=MIN_LOG), own_NF1[:, -1:]], 1)
@@ -124,7 +137,10 @@ def candidate_features(own_NF1: torch.Tensor, log_probs_NF: torch.Tensor) -> tor
     is_other_F1 = torch.zeros(num_candidates + 1)
     is_other_F1[-1] = 1.0
     gap_NF1 = (own_NF1[:, :1] - own_NF1).clamp(max=NO_GAP)
-    return torch.stack(
+    bits_3 = torch.tensor([OCCURRED, FOLLOWED_ONE, FOLLOWED_TWO], dtype=torch.uint8)
+    echo_NF3 = ((echo_NF[..., None] & bits_3) != 0).float()
+    echo_NF13 = nn.functional.pad(echo_NF3, (0, 0, 0, 1))
+    own_features_NF15 = torch.stack(
         [
             own_NF1 / 5,
             log_probs_NF1 / 5,
@@ -134,6 +150,7 @@ def candidate_features(own_NF1: torch.Tensor, log_probs_NF: torch.Tensor) -> tor
         ],
         dim=-1,
     )
+    return torch.cat([own_features_NF15, echo_NF13], -1)
 
 
 def save_predictor(folder: str | Path, predictor: OutcomePredictor, card: PredictorCard) -> None:
@@ -169,10 +186,10 @@ def read_predictor_card(folder: str | Path) -> PredictorCard:
             f"{path} is not a predictor description ({error}); train the predictor again or use a matching "
             "version of foredraft"
         ) from error
-    if card.features != list(NODE_FEATURES):
+    if card.features != list(FEATURES):
         raise ValueError(
             f"predictor {folder} reads the features {', '.join(card.features)}; this version computes "
-            f"{', '.join(NODE_FEATURES)}. Train the predictor again"
+            f"{', '.join(FEATURES)}. Train the predictor again"
         )
     return card
 

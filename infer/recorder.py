@@ -73,5 +73,6 @@ def _records(rows: list[tuple[str, int, float, Expansion, int]]) -> OutcomeRecor
         candidate_ids_NF=np.stack([known.candidate_ids_F for known in expansions]),
         scores_NF=np.stack([known.scores_F for known in expansions]),
         log_probs_NF=np.stack([known.log_probs_F for known in expansions]),
+        echo_NF=np.stack([known.echo_F for known in expansions]),
         labels_N=np.array(labels, np.int32),
     )

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from foredraft.infer.drafters import Candidates, Wanted
+from foredraft.infer.echo import Echo
 from foredraft.infer.expansions import Expansions
 from foredraft.infer.features import NodeContexts
 from foredraft.infer.params import ExpandPolicy, SpeculationParams
@@ -25,6 +26,8 @@ class Expand:
 
     nodes: list[int]
     anchor: int  # absolute position of the root
+    paths: list[list[int]]  # tokens below the root, of every node
+    echo: Echo  # of the settled text; an outcome may prolong it while the job runs
     contexts: NodeContexts
     want: Wanted
     policy: ExpandPolicy
@@ -36,6 +39,7 @@ class Expanded:
 
     candidates: Candidates
     features_RK: np.ndarray  # float32
+    echo_RF: np.ndarray  # uint8
     probs_RF: np.ndarray  # float32
 
 
@@ -70,6 +74,7 @@ class Session:
     params: SpeculationParams
     pending: list[int]  # settled tokens before the root whose KV is not planned yet
     prompt_hash: str
+    echo: Echo  # of all settled tokens
     expansions: Expansions = field(default_factory=Expansions)
     kv_nodes: dict[int, int] = field(default_factory=dict)  # tree node -> pool node; KV there or in flight
     block_nodes: set[int] = field(default_factory=set)  # of the block being verified

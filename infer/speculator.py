@@ -16,6 +16,8 @@ import numpy as np
 
 from foredraft.infer.drafter_card import drafter_sha256, read_drafter_card
 from foredraft.infer.drafters import Candidates, Drafter, Wanted, load_drafter
+from foredraft.infer.echo import Echo
+from foredraft.infer.expansions import Expansion
 from foredraft.infer.features import node_features
 from foredraft.infer.kv_pool import PoolExhausted
 from foredraft.infer.outcome_records import NO_TOKEN
@@ -119,6 +121,7 @@ class Speculator:
             params=replace(params, policy=policy),
             pending=list(tokens[:-1]),
             prompt_hash=hash_prompt(tokens[:num_prompt]),
+            echo=Echo(tokens),
         )
 
     def _policy_of(self, params: SpeculationParams) -> ExpandPolicy:
@@ -169,6 +172,7 @@ class Speculator:
         session.expansions.keep(outcome.survivors)
         self._commit(session, outcome, [root_token, *settled[:-1]])
         session.tokens.extend(settled)
+        session.echo.extend(settled)
         session.block_nodes, session.num_spent = set(), 0
         return outcome.kind
 
@@ -278,7 +282,8 @@ class Speculator:
     def _expand_of(self, session: Session, nodes: list[int]) -> Expand:
         """What is to be found out about nodes."""
         tree, sampler, params = session.tree, session.sampler, session.params
-        seen = [session.tokens + tree.path_tokens(node) for node in nodes] if sampler.needs_seen else []
+        paths = [tree.path_tokens(node) for node in nodes]
+        seen = [session.tokens + path for path in paths] if sampler.needs_seen else []
         want = Wanted(
             sampler=sampler,
             positions=[session.root_position + tree.depth(node) + 1 for node in nodes],
@@ -286,7 +291,7 @@ class Speculator:
             fan_out=max(params.fan_out, self.fan_out),
         )
         contexts = session.expansions.contexts(tree, nodes, sampler.params.temperature)
-        return Expand(nodes, session.root_position, contexts, want, params.policy)
+        return Expand(nodes, session.root_position, paths, session.echo, contexts, want, params.policy)
 
     @staticmethod
     def _forget_evicted(session: Session, evicted: list[int]) -> None:
@@ -302,18 +307,24 @@ class Speculator:
         if job.expand is None:
             self.drafter.prefill(job.plan, job.moves)
             return None
-        candidates = self.drafter.expand(job.plan, job.moves, [job.expand.want])
-        features_RK = node_features(candidates, job.expand.contexts)
-        return Expanded(candidates, features_RK, self._probs(job.expand.policy, candidates, features_RK))
+        expand = job.expand
+        candidates = self.drafter.expand(job.plan, job.moves, [expand.want])
+        features_RK = node_features(candidates, expand.contexts)
+        pairs = zip(expand.paths, candidates.token_ids_RF, strict=True)
+        echo_RF = np.stack([expand.echo.bits(path, ids_F) for path, ids_F in pairs])
+        probs_RF = self._probs(expand.policy, candidates, features_RK, echo_RF)
+        return Expanded(candidates, features_RK, echo_RF, probs_RF)
 
-    def _probs(self, policy: ExpandPolicy, candidates: Candidates, features_RK: np.ndarray) -> np.ndarray:
+    def _probs(
+        self, policy: ExpandPolicy, candidates: Candidates, features_RK: np.ndarray, echo_RF: np.ndarray
+    ) -> np.ndarray:
         """Probability of every candidate to be the target's token, float32 [R, F]."""
         if policy == "confidence":
             return np.exp(candidates.scores_RF)
         if policy == "confidence-q":
             return np.exp(candidates.log_probs_RF)
         assert self.predictor is not None, "_policy_of has seen a predictor"
-        return self.predictor.probs(features_RK, candidates.scores_RF, candidates.log_probs_RF)
+        return self.predictor.probs(features_RK, candidates.scores_RF, candidates.log_probs_RF, echo_RF)
 
     def merge(self, job: Job, expanded: Expanded | None) -> None:
         """Hang a job's candidates below their nodes; those of nodes or requests that are gone are dropped."""
@@ -327,8 +338,18 @@ class Speculator:
                 ids, probs = candidates.token_ids_RF[row], expanded.probs_RF[row]
                 chosen = [place for place in order_RF[row] if ids[place] != NO_TOKEN]
                 session.tree.add_children(node, ids[chosen].tolist(), probs[chosen].tolist())
-        depths = job.expand.contexts.depth_R
-        session.expansions.add(nodes, job.expand.anchor, depths, candidates, expanded.features_RK)
+            session.expansions.add(
+                node,
+                Expansion(
+                    anchor=job.expand.anchor,
+                    depth=int(job.expand.contexts.depth_R[row]),
+                    features_K=expanded.features_RK[row],
+                    candidate_ids_F=candidates.token_ids_RF[row],
+                    scores_F=candidates.scores_RF[row],
+                    log_probs_F=candidates.log_probs_RF[row],
+                    echo_F=expanded.echo_RF[row],
+                ),
+            )
 
     def expand(self, request_id: str, times: int) -> int:
         """Plan, run and merge `times` expansions in place, prefill steps not counted; the forwards done."""

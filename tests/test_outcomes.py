@@ -143,7 +143,7 @@ def test_replay_makes_the_records_of_live_decoding(
     assert all(is_near_tie(mine.scores_NF[index], theirs.scores_NF[index]) for index in ties)
     assert len(ties) <= 0.01 * len(common)
     assert np.array_equal(mine.labels_N[is_same_N], theirs.labels_N[is_same_N])
-    for name in ("features_NK", "scores_NF", "log_probs_NF", "temperature_N"):
+    for name in ("features_NK", "scores_NF", "log_probs_NF", "echo_NF", "temperature_N"):
         assert np.allclose(getattr(mine, name), getattr(theirs, name), atol=NEAR), name
 
 

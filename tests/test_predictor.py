@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foredraft.infer.drafters import Candidates
-from foredraft.infer.features import NODE_FEATURES, NodeContexts, node_features
+from foredraft.infer.features import FEATURES, NodeContexts, node_features
 from foredraft.infer.identity import TargetIdentity
 from foredraft.infer.outcome_records import UNKNOWN, OutcomeRecords
 from foredraft.infer.predictor import (
@@ -94,6 +94,7 @@ def draw_records(seed: int, num_rounds: int, num_prompts: int = 20) -> OutcomeRe
         candidate_ids_NF=candidates.token_ids_RF,
         scores_NF=candidates.scores_RF,
         log_probs_NF=candidates.log_probs_RF,
+        echo_NF=rng.integers(0, 8, candidates.scores_RF.shape).astype(np.uint8),
         labels_N=labels_N,
     )
 
@@ -119,7 +120,7 @@ def trained(reserved: OutcomeRecords) -> OutcomePredictor:
 
 def test_untrained_it_is_confidence(reserved: OutcomeRecords) -> None:
     part = reserved.select(np.arange(200))
-    probs = OutcomePredictor(16).probs(part.features_NK, part.scores_NF, part.log_probs_NF)
+    probs = OutcomePredictor(16).probs(part.features_NK, part.scores_NF, part.log_probs_NF, part.echo_NF)
     assert probs == pytest.approx(np.exp(part.scores_NF), abs=1e-6)
 
 
@@ -130,7 +131,7 @@ def test_missing_candidates_have_no_probability() -> None:
     contexts = NodeContexts(np.ones(1), np.zeros(1), np.zeros(1), np.zeros(1))
     predictor = OutcomePredictor(16)
     torch.nn.init.normal_(predictor.bias_head.weight)
-    probs = predictor.probs(node_features(candidates, contexts), scores, scores)
+    probs = predictor.probs(node_features(candidates, contexts), scores, scores, np.zeros((1, 3), np.uint8))
     assert probs[0, 2] == 0.0
     assert 0.0 < probs.sum() < 1.0
     assert np.isfinite(probs).all()
@@ -210,7 +211,7 @@ def test_intervals_are_over_prompts() -> None:
 
 def make_card(**changes: object) -> PredictorCard:
     card = PredictorCard(
-        features=list(NODE_FEATURES),
+        features=list(FEATURES),
         fan_out=FAN_OUT,
         hidden_size=16,
         drafter_sha256="d" * 64,
@@ -227,7 +228,7 @@ def test_a_folder_gives_back_what_was_saved(
     loaded, card = load_predictor(tmp_path, "d" * 64)
     assert card == make_card()
     part = reserved.select(np.arange(50))
-    inputs = part.features_NK, part.scores_NF, part.log_probs_NF
+    inputs = part.features_NK, part.scores_NF, part.log_probs_NF, part.echo_NF
     assert np.array_equal(loaded.probs(*inputs), trained.probs(*inputs))
 
 
@@ -265,7 +266,7 @@ def outcomes(reserved: OutcomeRecords, rounds: Rounds, tmp_path: Path) -> Path:
         family="lm",
         drafter_sha256="d" * 64,
         log_sha256="l" * 64,
-        features=list(NODE_FEATURES),
+        features=list(FEATURES),
         fan_out=FAN_OUT,
         depth=K + 1,
         k=K,

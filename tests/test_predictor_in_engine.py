@@ -12,7 +12,7 @@ import torch
 
 from foredraft.infer.drafter_card import drafter_sha256
 from foredraft.infer.engine import Engine
-from foredraft.infer.features import NODE_FEATURES
+from foredraft.infer.features import FEATURES
 from foredraft.infer.generate import main as generate
 from foredraft.infer.identity import TargetIdentity
 from foredraft.infer.outcome_file import read_records
@@ -38,7 +38,7 @@ def make_predictor(tmp_path_factory: pytest.TempPathFactory, tiny_drafter: Path)
         torch.nn.init.constant_(predictor.scale_head.bias, scale - 1.0)
         folder = tmp_path_factory.mktemp("predictor")
         card = PredictorCard(
-            features=list(NODE_FEATURES),
+            features=list(FEATURES),
             fan_out=16,
             hidden_size=32,
             drafter_sha256=sha256 or drafter_sha256(str(tiny_drafter)),

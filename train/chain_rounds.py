@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foredraft.infer.drafters import Candidates, Drafter, Wanted
+from foredraft.infer.echo import Echo
 from foredraft.infer.features import NodeContexts
 from foredraft.infer.outcome_records import UNKNOWN, OutcomeRecords, label_of
 from foredraft.infer.sampler import CoupledSampler
@@ -32,6 +33,7 @@ class ChainedResponse:
     seq: int
     sampler: CoupledSampler
     root: int  # absolute position of the round's root, whose KV is not there yet
+    echo: Echo  # of the text up to the root
     guesses: list[int] = field(default_factory=list)
     kv_nodes: list[int] = field(default_factory=list)  # of the root and the guesses
     parts: list[Candidates] = field(default_factory=list)  # of the same
@@ -96,7 +98,8 @@ class ChainRounds:
             plan = drafter.plan_prefill(seq, tokens[start:end])
             drafter.prefill(plan, drafter.pool.drain_moves())
             start = end
-        return ChainedResponse(row, tokens, seq, drafter.sampler(sampling_of(row)), row.first_position)
+        root, sampler = row.first_position, drafter.sampler(sampling_of(row))
+        return ChainedResponse(row, tokens, seq, sampler, root, Echo(tokens[: root + 1]))
 
     def _round(self, responses: list[ChainedResponse]) -> None:
         """One round of every response."""
@@ -128,6 +131,7 @@ class ChainRounds:
             response.rounds.append(self._records(response, num_right))
         path = response.kv_nodes[: num_right + 1]
         self.drafter.pool.commit(response.seq, path)
+        response.echo.extend(response.tokens[response.root + 1 : response.root + num_right + 2])
         response.root += num_right + 1
         response.guesses, response.kv_nodes, response.parts = [], [], []
 
@@ -144,4 +148,11 @@ class ChainRounds:
         )
         labels_R = np.full(size, UNKNOWN, np.int32)
         labels_R[: len(labels)] = labels
-        return make_records(response.row, np.full(size, response.root), candidates, contexts, labels_R)
+        echo_RF = np.stack(
+            [
+                response.echo.bits(response.guesses[:depth], ids_F)
+                for depth, ids_F in enumerate(candidates.token_ids_RF)
+            ]
+        )
+        roots_R = np.full(size, response.root)
+        return make_records(response.row, roots_R, candidates, contexts, echo_RF, labels_R)

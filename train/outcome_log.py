@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from foredraft.infer.features import NODE_FEATURES
 from foredraft.infer.outcome_file import read_records, write_records
 from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.train.shard_folder import Manifest, ShardFolder
@@ -50,7 +51,7 @@ class OutcomeLog(ShardFolder[OutcomeManifest]):
 
     def write_shard(self, index: int, parts: Sequence[tuple[str, OutcomeRecords]]) -> None:
         """Write one shard of records by part; appears whole or not at all."""
-        empty = OutcomeRecords.empty(len(self.manifest.features), self.manifest.fan_out)
+        empty = OutcomeRecords.empty(len(NODE_FEATURES), self.manifest.fan_out)
         records = OutcomeRecords.concatenate([empty, *(part for _, part in parts)])
         names = np.repeat([name for name, _ in parts], [len(part) for _, part in parts])
         num_labelled = int(records.is_labelled_N.sum())

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from foredraft.infer.config import read_config, run_command, save_resolved
 from foredraft.infer.drafter_card import DrafterCard, drafter_sha256, read_drafter_card
 from foredraft.infer.drafters import Drafter, load_drafter
-from foredraft.infer.features import NODE_FEATURES
+from foredraft.infer.features import FEATURES
 from foredraft.infer.identity import check_tokenizer, sha256_of_json
 from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.infer.params import EngineConfig
@@ -115,7 +115,7 @@ def make_manifest(recipe: OutcomesRecipe, log: TargetLog, card: DrafterCard | No
         family=card.family if card else "lm",
         drafter_sha256=drafter_sha256(recipe.drafter),
         log_sha256=sha256_of_json([entry.sha256 for entry in log.manifest.shards]),
-        features=list(NODE_FEATURES),
+        features=list(FEATURES),
         fan_out=recipe.fan_out,
         depth=recipe.depth,
         k=recipe.k,

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 
 from foredraft.infer.config import read_config, run_command, save_resolved
-from foredraft.infer.features import NODE_FEATURES
+from foredraft.infer.features import FEATURES
 from foredraft.infer.identity import sha256_of_json
 from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.infer.predictor import (
@@ -114,7 +114,7 @@ def write(recipe: PredictorRecipe, log: OutcomeLog, resolved: str) -> None:
             )
     parts = {"fit": fitted, "calibration": calibration}
     card = PredictorCard(
-        features=list(NODE_FEATURES),
+        features=list(FEATURES),
         fan_out=log.manifest.fan_out,
         hidden_size=recipe.hidden_size,
         drafter_sha256=log.manifest.drafter_sha256,

@@ -28,6 +28,7 @@ class Examples:
     features_NK: torch.Tensor
     scores_NF: torch.Tensor
     log_probs_NF: torch.Tensor
+    echo_NF: torch.Tensor
     labels_N: torch.Tensor  # int64, F = other
 
     @classmethod
@@ -38,6 +39,7 @@ class Examples:
             torch.from_numpy(records.features_NK),
             torch.from_numpy(records.scores_NF),
             torch.from_numpy(records.log_probs_NF),
+            torch.from_numpy(records.echo_NF),
             torch.from_numpy(records.labels_N).long(),
         )
 
@@ -45,9 +47,9 @@ class Examples:
         return len(self.labels_N)
 
     @property
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Arguments of the predictor."""
-        return self.features_NK, self.scores_NF, self.log_probs_NF
+        return self.features_NK, self.scores_NF, self.log_probs_NF, self.echo_NF
 
     def take(self, chosen: torch.Tensor) -> Examples:
         """Examples by index."""

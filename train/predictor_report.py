@@ -116,7 +116,7 @@ def confidences(rounds: Rounds) -> np.ndarray:
 def predictions(predictor: OutcomePredictor, rounds: Rounds) -> np.ndarray:
     """The predictor's probabilities, [M, D, F]."""
     records = rounds.records
-    probs_NF = predictor.probs(records.features_NK, records.scores_NF, records.log_probs_NF)
+    probs_NF = predictor.probs(records.features_NK, records.scores_NF, records.log_probs_NF, records.echo_NF)
     return probs_NF.reshape(*rounds.labels_MD.shape, -1)
 
 
@@ -227,7 +227,7 @@ def seconds_of_call(predictor: OutcomePredictor, records: OutcomeRecords, num_no
     torch.set_num_threads(1)
     for _ in range(50):
         started = time.perf_counter()
-        predictor.probs(part.features_NK, part.scores_NF, part.log_probs_NF)
+        predictor.probs(part.features_NK, part.scores_NF, part.log_probs_NF, part.echo_NF)
         times.append(time.perf_counter() - started)
     torch.set_num_threads(threads)
     return float(np.median(times))

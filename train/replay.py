@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foredraft.infer.drafters import Candidates, Drafter, Wanted
+from foredraft.infer.echo import Echo
 from foredraft.infer.features import NodeContexts, node_features
 from foredraft.infer.outcome_records import OutcomeRecords, label_of
 from foredraft.train.acceptance import sampling_of
@@ -27,6 +28,7 @@ class Followed:
 
     row: LogRow
     candidates: Candidates  # of T nodes
+    echo_TF: np.ndarray  # uint8
     labels_T: np.ndarray  # int32, place of response token t among the candidates of node t; F for none
 
 
@@ -60,8 +62,13 @@ def follow(drafter: Drafter, row: LogRow, fan_out: int) -> Followed:
         start = end
     drafter.pool.free(seq)
     candidates = concatenate(parts)
-    pairs = zip(candidates.token_ids_RF, row.response_ids.tolist(), strict=True)
-    return Followed(row, candidates, np.array([label_of(ids_F, token) for ids_F, token in pairs], np.int32))
+    echo = Echo(row.prompt_ids.tolist())
+    echoes, labels = [], []
+    for ids_F, token in zip(candidates.token_ids_RF, row.response_ids.tolist(), strict=True):
+        echoes.append(echo.bits([], ids_F))
+        labels.append(label_of(ids_F, token))
+        echo.extend([token])
+    return Followed(row, candidates, np.stack(echoes), np.array(labels, np.int32))
 
 
 def concatenate(parts: Sequence[Candidates]) -> Candidates:
@@ -106,8 +113,9 @@ def _records_at(
         log_path_confidence_R=log_path_N.astype(np.float32),
         last_rank_R=last_rank_N,
     )
+    positions_N = anchors_N + row.first_position - 1
     return make_records(
-        row, anchors_N + row.first_position - 1, candidates, contexts, followed.labels_T[nodes_N]
+        row, positions_N, candidates, contexts, followed.echo_TF[nodes_N], followed.labels_T[nodes_N]
     )
 
 
@@ -116,6 +124,7 @@ def make_records(
     anchors_N: np.ndarray,
     candidates: Candidates,
     contexts: NodeContexts,
+    echo_NF: np.ndarray,
     labels_N: np.ndarray,
 ) -> OutcomeRecords:
     """Records of one response; anchors are absolute positions."""
@@ -130,5 +139,6 @@ def make_records(
         candidate_ids_NF=candidates.token_ids_RF,
         scores_NF=candidates.scores_RF,
         log_probs_NF=candidates.log_probs_RF,
+        echo_NF=echo_NF,
         labels_N=np.asarray(labels_N, np.int32),
     )
