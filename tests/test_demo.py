@@ -127,23 +127,26 @@ def chain_records(rng: np.random.Generator, num_rounds: int, k: int) -> OutcomeR
         candidate_ids_NF=np.tile(np.arange(16), (size, 1)),
         scores_NF=scores_NF.astype(np.float32),
         log_probs_NF=scores_NF.astype(np.float32),
+        echo_NF=rng.integers(0, 8, (size, 16)).astype(np.uint8),
         labels_N=rng.integers(0, 17, size),
     )
 
 
 def test_every_recipe_stage_makes_what_the_next_one_reads(demo: ModuleType) -> None:
     """The recipes' `out` are the results that the stages wait for, and each reads an earlier one."""
-    made = [demo.MODEL]
+    made: set[str] = set()
     for stage in demo.stages():
-        if "--config" not in stage.command:
-            continue
-        recipe = yaml.safe_load((REPOSITORY / stage.inputs[0]).read_text())
-        assert str(Path(stage.result).parent) == recipe["out"], stage.name
-        read = [recipe[name] for name in ("target", "log", "drafter", "outcomes") if name in recipe]
-        assert read
-        assert set(read) <= set(made), stage.name
-        made.append(recipe["out"])
-    assert made[1:] == [f"runs/demo/{name}" for name in ("log", "drafter", "outcomes", "predictor")]
+        out = Path(stage.result).parent
+        if "--config" in stage.command:
+            recipe = yaml.safe_load((REPOSITORY / stage.inputs[0]).read_text())
+            out = Path(recipe["out"])
+            assert Path(stage.result).is_relative_to(out), stage.name
+            keys = ("target", "log", "drafter", "outcomes", "predictor", "bench")
+            read = {recipe[key] for key in keys if key in recipe}
+            assert read, stage.name
+            assert read <= made, stage.name
+        made |= {str(out), stage.result}
+    assert {f"runs/demo/{name}" for name in ("log", "drafter", "outcomes", "predictor")} < made
 
 
 def test_reported_budget_is_measured(demo: ModuleType) -> None:
