@@ -45,10 +45,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def chain(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with log, drafter, outcomes and predictor, made by the smoke recipes on every sixth prompt."""
+    """Folder with log, drafter, outcomes and predictor, made by the smoke recipes on every fifth prompt."""
     folder = tmp_path_factory.mktemp("chain")
     lines = (RECIPES / "demo_prompts.jsonl").read_text().splitlines()
-    (folder / "prompts.jsonl").write_text("\n".join(lines[::6]) + "\n")
+    (folder / "prompts.jsonl").write_text("\n".join(lines[::5]) + "\n")
     shards = ["--prompts", str(folder / "prompts.jsonl"), "--prompts_per_shard", "16"]
     stages = {
         "log": ["log", "--target", str(tiny_target), *shards],
