@@ -16,6 +16,7 @@ import traceback
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,11 +71,31 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        with naming(path, part):
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
     return path
+
+
+@contextmanager
+def naming(path: Path, part: Path) -> Iterator[None]:
+    """Let errors of the operating system (a full disk) name `path`, which is being written to `part`.
+
+    Raises:
+        OSError: in place of one that names no file, or `part`; and in place of the exceptions of libraries
+            in Rust (safetensors, tokenizers), which tell the system's error in their text only.
+    """
+    try:
+        yield
+    except Exception as error:
+        in_text = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
+        if number is None:
+            raise
+        named = str(getattr(error, "filename", None) or path).replace(str(part), str(path))
+        raise OSError(number, os.strerror(number), named) from error
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
