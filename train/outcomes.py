@@ -178,14 +178,18 @@ class ShardWriter:
     def _rounds(self) -> dict[int, list[OutcomeRecords]]:
         """Chain rounds of held-out rows by shard; those of all shards together fill the drafter's bucket."""
         pairs = [(index, row) for index, rows in self.rows.items() for row in rows if row.split == "heldout"]
-        shard_of = {(row.request_id, row.seed): index for index, row in pairs}
-        found: dict[int, list[OutcomeRecords]] = {index: [] for index in self.rows}
+        found: dict[tuple[str, int], OutcomeRecords] = {}
         rounds = ChainRounds(self.drafter, k=self.recipe.k, fan_out=self.recipe.fan_out)
         for row, records in rounds.run(row for _, row in pairs):
-            found[shard_of[row.request_id, row.seed]].append(records)
+            found[row.request_id, row.seed] = records
             self.num_rounds += len(records) // (self.recipe.k + 1)
             self.report.update(self.num_rows, f"{self.num_rounds} chain rounds")
-        return found
+        # the log's order: which rows end first depends on the rows of other shards
+        by_shard: dict[int, list[OutcomeRecords]] = {index: [] for index in self.rows}
+        for index, row in pairs:
+            if (row.request_id, row.seed) in found:
+                by_shard[index].append(found[row.request_id, row.seed])
+        return by_shard
 
     def _path_records(self, rows: list[LogRow]) -> Iterator[tuple[str, OutcomeRecords]]:
         for row in rows:
