@@ -5,29 +5,42 @@ After each accident the same command again ends well, with the result of a run t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foredraft.infer.cli import main
+from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.outcome_records import OutcomeRecords
+from foredraft.infer.predictor import read_predictor_card
+from foredraft.train.atomic import atomic_file, atomic_folder
 from foredraft.train.log_rows import LogRow
 from foredraft.train.outcome_log import OutcomeLog
 from foredraft.train.target_log import TargetLog
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 NUM_SHARDS = 12
+KILLED_WHILE_WRITING = (
+    "import os, signal, sys; from foredraft.infer.cli import main; from foredraft.train import atomic; "
+    "atomic._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL); sys.exit(main(sys.argv[1:]))"
+)
 
 
 class Stages:
@@ -192,6 +205,13 @@ def newest_step(out: Path) -> int:
     return max(steps, default=0)
 
 
+def curve_of(folder: Path) -> list[dict[str, Any]]:
+    """What a drafter's training reported."""
+    card = read_drafter_card(folder)
+    assert card is not None
+    return card.training["curve"]
+
+
 def test_a_drafter_survives_interrupt_and_kill(stages: Stages, tmp_path: Path) -> None:
     out = tmp_path / "drafter"
     argv = stages.argv("drafter", out)
@@ -204,9 +224,218 @@ def test_a_drafter_survives_interrupt_and_kill(stages: Stages, tmp_path: Path) -
     assert not out.exists()
     assert main(argv) == 0
     assert_same_weights(out, stages.folder / "drafter")
-    found, expected = (
-        json.loads((folder / "foredraft.json").read_text()) for folder in (out, stages.folder / "drafter")
-    )
-    assert found["training"]["curve"] == expected["training"]["curve"]
+    assert curve_of(out) == curve_of(stages.folder / "drafter")
     assert not Path(f"{out}.training").exists()
     assert is_clear(out)
+
+
+def test_a_predictor_survives_a_kill_while_it_is_written(stages: Stages, tmp_path: Path) -> None:
+    out = tmp_path / "predictor"
+    shutil.copytree(stages.folder / "predictor", out)
+    argv = stages.argv("predictor", out, hidden_size=16, overwrite="true")
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_WRITING, *argv], capture_output=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert not is_clear(out), "it was being written"
+    assert_same_weights(out, stages.folder / "predictor")
+    assert main(argv) == 0
+    assert read_predictor_card(out).hidden_size == 16
+    assert is_clear(out)
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "drafter"
+    for name in (".drafter.123.replaced", ".drafter.123.part", ".drafter.old.123.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    with (
+        pytest.raises(OSError, match=rf"No space left on device: '{path}/content'"),
+        atomic_folder(path) as new,
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(new / "content"))
+    assert (path / "content").read_text() == ".drafter.123.replaced"
+    # the other one is of a folder `drafter.old`
+    assert {entry.name for entry in tmp_path.iterdir()} == {"drafter", ".drafter.old.123.part"}
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit])
+def test_a_damaged_log_shard_is_named_and_made_again(
+    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+) -> None:
+    log = tmp_path / "log"
+    shutil.copytree(stages.folder / "log", log)
+    expected, times = TargetLog.open(log), {path: path.stat().st_mtime_ns for path in log.glob("*.parquet")}
+    damage(expected.shard_paths[5])
+    for name in ("drafter", "outcomes"):
+        assert main(stages.argv(name, tmp_path / name, log=log)) == 2
+        message = capsys.readouterr().err
+        assert f"{log}: 1 of 12 shards missing or damaged: shard-00005-of-00012.parquet" in message
+        assert "Run `foredraft log` with the same recipe again: it redoes only these" in message
+        assert not (tmp_path / name).exists()
+    assert main(stages.argv("log", log)) == 0
+    assert "1 of 12 shards made now" in capsys.readouterr().err
+    changed = [path for path, before in times.items() if path.stat().st_mtime_ns != before]
+    assert changed == [expected.shard_paths[5]]
+    # the same bytes: what a later stage has begun with this log goes on
+    assert TargetLog.open(log).manifest.shards == expected.manifest.shards
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "log",
+            "{log} is a target log of target {other}, the recipe's target is {target}; choose another `out`",
+        ),
+        ("drafter", "target log {log} is of target {other}, the recipe's target is {target}; train for the"),
+        ("outcomes", "drafter {drafter} was trained for target {target}, the log is of {other}; replay a"),
+    ],
+    ids=["log", "drafter", "outcomes"],
+)
+def test_a_log_of_another_target_is_refused(
+    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    log = tmp_path / "log"
+    shutil.copytree(stages.folder / "log", log)
+    manifest = json.loads((log / "manifest.json").read_text())
+    target = str(TargetLog.open(log).manifest.target)
+    manifest["target"] |= {"id": "other-model", "weights_sha256": "0" * 64}
+    (log / "manifest.json").write_text(json.dumps(manifest))
+    argv = stages.argv("log", log) if name == "log" else stages.argv(name, tmp_path / name, log=log)
+    assert main(argv) == 2
+    named = {"log": log, "target": target, "other": "other-model (weights 000000000000)"}
+    assert message.format(**named, drafter=stages.folder / "drafter") in capsys.readouterr().err
+    assert not (tmp_path / name / "foredraft.json").exists()
+
+
+class SmallDisk:
+    """A file system of its own, of which a given number of bytes is free."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+
+    def leave(self, size: int) -> None:
+        """Fill it up to `size` bytes."""
+        filler = self.folder / "filler"
+        filler.unlink(missing_ok=True)
+        state = os.statvfs(self.folder)
+        filler.write_bytes(bytes(max(0, state.f_bavail * state.f_bsize - size)))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """Eight MiB in memory; mounting needs root."""
+    folder, size = tmp_path / "disk", 8 << 20
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no small disk: {getattr(error, 'stderr', error)}")
+    yield SmallDisk(folder, size)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def space_of(folder: Path) -> int:
+    """Bytes that a folder takes, in whole pages."""
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*") if path.is_file())
+
+
+def check_full(argv: list[str], named: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command ends with one message: what could not be written, and why."""
+    capsys.readouterr()
+    assert main(argv) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"foredraft: error: {named}")
+    assert message.endswith(": No space left on device")
+    assert ".part" not in message
+
+
+@pytest.mark.parametrize("name", ["log", "outcomes"])
+def test_a_full_disk_keeps_finished_shards(
+    stages: Stages, disk: SmallDisk, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out, undisturbed = disk.folder / name, stages.folder / name
+    argv = stages.argv(name, out)
+    disk.leave(0)
+    check_full(argv, out / "manifest.json", capsys)
+    disk.leave(space_of(undisturbed) // 2)
+    check_full(argv, out / "shard-", capsys)
+    finished = shards_in(out)
+    assert 2 <= len(finished) < NUM_SHARDS
+    assert is_clear(out)
+    disk.leave(disk.size)
+    assert main(argv) == 0
+    assert f"{NUM_SHARDS - len(finished)} of {NUM_SHARDS} shards made now" in capsys.readouterr().err
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (out, undisturbed)]
+    assert manifests[0]["shards"] == manifests[1]["shards"]
+    opened = TargetLog.open(out) if name == "log" else OutcomeLog.open(out)
+    assert finished.items() <= {path.name: path.stat().st_mtime_ns for path in opened.shard_paths}.items()
+
+
+@pytest.mark.parametrize(("save_every", "named"), [(4, "drafter.training/checkpoint-000008"), (0, "drafter")])
+def test_a_full_disk_keeps_the_last_checkpoint(
+    stages: Stages, disk: SmallDisk, capsys: pytest.CaptureFixture[str], save_every: int, named: str
+) -> None:
+    out = disk.folder / "drafter"
+    argv = stages.argv("drafter", out, save_every=save_every)
+    # a checkpoint takes 240 KiB, the drafter 200 KiB
+    disk.leave(360 << 10)
+    check_full(argv, disk.folder / named, capsys)
+    found = newest_step(out)
+    assert not out.exists()
+    assert is_clear(out)
+    disk.leave(disk.size)
+    assert main(argv) == 0
+    assert found == (save_every or curve_of(out)[-1]["step"])
+    assert curve_of(out) == curve_of(stages.folder / "drafter")
+    assert_same_weights(out, stages.folder / "drafter")
+
+
+def test_a_full_disk_keeps_the_old_predictor(
+    stages: Stages, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = disk.folder / "predictor"
+    shutil.copytree(stages.folder / "predictor", out)
+    argv = stages.argv("predictor", out, hidden_size=16, overwrite="true")
+    for room in (0, 8 << 10):
+        disk.leave(room)
+        check_full(argv, out, capsys)
+        assert_same_weights(out, stages.folder / "predictor")
+        assert is_clear(out)
+    disk.leave(disk.size)
+    assert main(argv) == 0
+    assert read_predictor_card(out).hidden_size == 16
+
+
+def save_tensors(path: Path) -> None:
+    # safetensors writes to a file of its own first
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def save_table(path: Path) -> None:
+    pq.write_table(pa.table({"number": np.random.default_rng(0).random(100_000)}), path)
+
+
+def save_text(path: Path) -> None:
+    path.write_text("x" * 100_000)
+
+
+@pytest.mark.parametrize("save", [save_tensors, save_table, save_text])
+def test_every_writer_names_the_file(tmp_path: Path, save: Callable[[Path], None]) -> None:
+    path = tmp_path / "result"
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'$"), atomic_file(path) as part:
+        part.symlink_to("/dev/full")
+        save(part)
+    assert list(tmp_path.iterdir()) == []

@@ -140,7 +140,8 @@ def _check_target(recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTo
         or tokenizer_sha256(tokenizer) != log.manifest.tokenizer_sha256
     ):
         raise ValueError(
-            f"target log {recipe.log} is of target {log.manifest.target}, the recipe's target is {target}"
+            f"target log {recipe.log} is of target {log.manifest.target}, the recipe's target is {target}; "
+            "train for the log's target, or make a log of this one with `foredraft log`"
         )
 
 
