@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from foredraft.infer.cli import main
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMOLLM2 = REPOSITORY / "models" / "SmolLM2-135M-Instruct"
@@ -124,6 +127,56 @@ def tiny_drafter(
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of prompts.jsonl; `argv_of` adds log, drafter, outcomes and predictor."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    lines = [{"prompt": f"word {n * n}", "split": "train" if n % 4 else "heldout"} for n in range(48)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def argv_of(undisturbed: Path, tiny_target: Path) -> Callable[..., list[str]]:
+    """`argv_of(stage, out, **changes)`: arguments of `foredraft` for a stage of the smoke recipes' chain.
+
+    The input of each stage is the result of the one before in the folder `undisturbed`, where all four were
+    made: log (12 shards), drafter, outcomes and predictor.
+    """
+    settings: dict[str, dict[str, object]] = {
+        "log": {
+            "target": tiny_target,
+            "prompts": undisturbed / "prompts.jsonl",
+            "prompts_per_shard": 4,
+            "max_new_tokens": 24,
+            "rows": 8,
+        },
+        "drafter": {
+            "target": tiny_target,
+            "log": undisturbed / "log",
+            "epochs": 8,
+            "batch_tokens": 512,
+            "save_every": 4,
+            "eval_every": 10,
+            "reserved_fraction": 0.4,
+        },
+        "outcomes": {"log": undisturbed / "log", "drafter": undisturbed / "drafter"},
+        "predictor": {"outcomes": undisturbed / "outcomes"},
+    }
+
+    def argv(stage: str, out: Path, **changes: object) -> list[str]:
+        command = f"train-{stage}" if stage in ("drafter", "predictor") else stage
+        recipe = REPOSITORY / "recipes" / f"smoke_{stage}.yaml"
+        flags = [
+            part for key, value in (settings[stage] | changes).items() for part in (f"--{key}", str(value))
+        ]
+        return [command, "--config", str(recipe), "--out", str(out), *flags]
+
+    for stage in settings:
+        assert main(argv(stage, undisturbed / stage)) == 0
+    return argv
 
 
 @pytest.fixture(scope="session")

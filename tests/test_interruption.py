@@ -5,7 +5,6 @@ After each accident the same command again ends well, with the result of a run t
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -19,75 +18,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foredraft.infer.cli import main
 from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.infer.predictor import read_predictor_card
-from foredraft.train.atomic import atomic_file, atomic_folder
 from foredraft.train.log_rows import LogRow
 from foredraft.train.outcome_log import OutcomeLog
 from foredraft.train.target_log import TargetLog
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 NUM_SHARDS = 12
+ArgvOf = Callable[..., list[str]]
+STOPS = pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGKILL], pytest.param([signal.SIGINT, signal.SIGKILL], marks=pytest.mark.slow)],
+    ids=["kill", "interrupt-kill"],
+)
 KILLED_WHILE_WRITING = (
     "import os, signal, sys; from foredraft.infer.cli import main; from foredraft.train import atomic; "
     "atomic._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL); sys.exit(main(sys.argv[1:]))"
 )
-
-
-class Stages:
-    """Command lines of the stages; the input of each is the undisturbed result of the one before."""
-
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.folder, self.target = folder, target
-
-    def argv(self, name: str, out: Path, **changes: object) -> list[str]:
-        """Arguments of `foredraft` that make the stage's result in `out`."""
-        given: dict[str, dict[str, object]] = {
-            "log": {
-                "target": self.target,
-                "prompts": self.folder / "prompts.jsonl",
-                "prompts_per_shard": 4,
-                "max_new_tokens": 24,
-                "rows": 8,
-            },
-            "drafter": {
-                "target": self.target,
-                "log": self.folder / "log",
-                "epochs": 8,
-                "batch_tokens": 512,
-                "save_every": 4,
-                "eval_every": 10,
-                "reserved_fraction": 0.4,
-            },
-            "outcomes": {"log": self.folder / "log", "drafter": self.folder / "drafter"},
-            "predictor": {"outcomes": self.folder / "outcomes"},
-        }
-        command = {"drafter": "train-drafter", "predictor": "train-predictor"}.get(name, name)
-        flags = [part for key, value in (given[name] | changes).items() for part in (f"--{key}", str(value))]
-        return [command, "--config", str(RECIPES / f"smoke_{name}.yaml"), "--out", str(out), *flags]
-
-
-@pytest.fixture(scope="module")
-def stages(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Stages:
-    """Undisturbed results of all four stages in `stages.folder`: log, drafter, outcomes, predictor."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    lines = [
-        {"prompt": f"word {n * n}", "split": "train" if n % 4 else "heldout"} for n in range(4 * NUM_SHARDS)
-    ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    stages = Stages(folder, tiny_target)
-    for name in ("log", "drafter", "outcomes", "predictor"):
-        assert main(stages.argv(name, folder / name)) == 0
-    return stages
 
 
 def begin(argv: list[str]) -> subprocess.Popen[str]:
@@ -151,44 +104,51 @@ def is_clear(folder: Path) -> bool:
     return not left
 
 
+def check_code(code: int, messages: str, number: signal.Signals) -> None:
+    """A killed command cannot say anything, an interrupted one says so."""
+    if number == signal.SIGKILL:
+        assert code == -number, messages
+    else:
+        assert (code, messages.splitlines()[-1]) == (130, "foredraft: interrupted")
+
+
 def check_stop(argv: list[str], out: Path, number: signal.Signals) -> None:
     """Stop a stage that writes shards when it has written two more; they are whole, and stay as they are."""
     before = shards_in(out)
-    code, messages = stop(argv, number, lambda: len(shards_in(out)) >= len(before) + 2)
-    expected = -signal.SIGKILL if number == signal.SIGKILL else 130
-    assert code == expected, messages
-    if number == signal.SIGINT:
-        assert messages.endswith("foredraft: interrupted\n")
-        assert is_clear(out)
+    check_code(*stop(argv, number, lambda: len(shards_in(out)) >= len(before) + 2), number)
+    assert number == signal.SIGKILL or is_clear(out)
     after = shards_in(out)
     assert len(before) + 2 <= len(after) < NUM_SHARDS, "it was in the middle"
     assert before.items() <= after.items()
 
 
-def test_a_log_survives_interrupt_and_kill(stages: Stages, tmp_path: Path) -> None:
+@STOPS
+def test_a_log_survives_interrupt_and_kill(
+    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path, numbers: list[signal.Signals]
+) -> None:
     out = tmp_path / "log"
-    argv = stages.argv("log", out)
-    check_stop(argv, out, signal.SIGINT)
-    check_stop(argv, out, signal.SIGKILL)
+    argv = argv_of("log", out)
+    for number in numbers:
+        check_stop(argv, out, number)
     before = shards_in(out)
     assert main(argv) == 0
     log = TargetLog.open(out)
     times = {path.name: path.stat().st_mtime_ns for path in log.shard_paths}
     assert before.items() <= times.items()
-    expected = TargetLog.open(stages.folder / "log")
+    expected = TargetLog.open(undisturbed / "log")
     assert_same_rows(list(log.rows()), list(expected.rows()))
     # later stages know their input by these hashes
     assert log.manifest.shards == expected.manifest.shards
     assert is_clear(out)
 
 
-def test_outcomes_survive_a_kill(stages: Stages, tmp_path: Path) -> None:
+def test_outcomes_survive_a_kill(undisturbed: Path, argv_of: ArgvOf, tmp_path: Path) -> None:
     out = tmp_path / "outcomes"
-    argv = stages.argv("outcomes", out)
+    argv = argv_of("outcomes", out)
     check_stop(argv, out, signal.SIGKILL)
     before = shards_in(out)
     assert main(argv) == 0
-    found, expected = OutcomeLog.open(out), OutcomeLog.open(stages.folder / "outcomes")
+    found, expected = OutcomeLog.open(out), OutcomeLog.open(undisturbed / "outcomes")
     times = {path.name: path.stat().st_mtime_ns for path in found.shard_paths}
     assert before.items() <= times.items()
     for part in ("train", "reserved", "heldout"):
@@ -212,51 +172,39 @@ def curve_of(folder: Path) -> list[dict[str, Any]]:
     return card.training["curve"]
 
 
-def test_a_drafter_survives_interrupt_and_kill(stages: Stages, tmp_path: Path) -> None:
+@STOPS
+def test_a_drafter_survives_interrupt_and_kill(
+    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path, numbers: list[signal.Signals]
+) -> None:
     out = tmp_path / "drafter"
-    argv = stages.argv("drafter", out)
-    code, messages = stop(argv, signal.SIGINT, lambda: newest_step(out) >= 4)
-    assert (code, messages.splitlines()[-1]) == (130, "foredraft: interrupted")
-    step = newest_step(out)
-    assert not out.exists()
-    code, messages = stop(argv, signal.SIGKILL, lambda: newest_step(out) >= step + 4)
-    assert code == -signal.SIGKILL, messages
-    assert not out.exists()
+    argv = argv_of("drafter", out)
+    for number in numbers:
+        later = newest_step(out) + 4
+        check_code(*stop(argv, number, lambda later=later: newest_step(out) >= later), number)
+        assert later <= newest_step(out)
+        assert not out.exists()
     assert main(argv) == 0
-    assert_same_weights(out, stages.folder / "drafter")
-    assert curve_of(out) == curve_of(stages.folder / "drafter")
+    assert_same_weights(out, undisturbed / "drafter")
+    assert curve_of(out) == curve_of(undisturbed / "drafter")
     assert not Path(f"{out}.training").exists()
     assert is_clear(out)
 
 
-def test_a_predictor_survives_a_kill_while_it_is_written(stages: Stages, tmp_path: Path) -> None:
+def test_a_predictor_survives_a_kill_while_it_is_written(
+    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path
+) -> None:
     out = tmp_path / "predictor"
-    shutil.copytree(stages.folder / "predictor", out)
-    argv = stages.argv("predictor", out, hidden_size=16, overwrite="true")
+    shutil.copytree(undisturbed / "predictor", out)
+    argv = argv_of("predictor", out, hidden_size=16, overwrite="true")
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_WHILE_WRITING, *argv], capture_output=True, check=False
     )
     assert killed.returncode == -signal.SIGKILL
     assert not is_clear(out), "it was being written"
-    assert_same_weights(out, stages.folder / "predictor")
+    assert_same_weights(out, undisturbed / "predictor")
     assert main(argv) == 0
     assert read_predictor_card(out).hidden_size == 16
     assert is_clear(out)
-
-
-def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "drafter"
-    for name in (".drafter.123.replaced", ".drafter.123.part", ".drafter.old.123.part"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "content").write_text(name)
-    with (
-        pytest.raises(OSError, match=rf"No space left on device: '{path}/content'"),
-        atomic_folder(path) as new,
-    ):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(new / "content"))
-    assert (path / "content").read_text() == ".drafter.123.replaced"
-    # the other one is of a folder `drafter.old`
-    assert {entry.name for entry in tmp_path.iterdir()} == {"drafter", ".drafter.old.123.part"}
 
 
 def truncate(path: Path) -> None:
@@ -271,19 +219,23 @@ def flip_a_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit])
 def test_a_damaged_log_shard_is_named_and_made_again(
-    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+    undisturbed: Path,
+    argv_of: ArgvOf,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
 ) -> None:
     log = tmp_path / "log"
-    shutil.copytree(stages.folder / "log", log)
+    shutil.copytree(undisturbed / "log", log)
     expected, times = TargetLog.open(log), {path: path.stat().st_mtime_ns for path in log.glob("*.parquet")}
     damage(expected.shard_paths[5])
     for name in ("drafter", "outcomes"):
-        assert main(stages.argv(name, tmp_path / name, log=log)) == 2
+        assert main(argv_of(name, tmp_path / name, log=log)) == 2
         message = capsys.readouterr().err
         assert f"{log}: 1 of 12 shards missing or damaged: shard-00005-of-00012.parquet" in message
         assert "Run `foredraft log` with the same recipe again: it redoes only these" in message
         assert not (tmp_path / name).exists()
-    assert main(stages.argv("log", log)) == 0
+    assert main(argv_of("log", log)) == 0
     assert "1 of 12 shards made now" in capsys.readouterr().err
     changed = [path for path, before in times.items() if path.stat().st_mtime_ns != before]
     assert changed == [expected.shard_paths[5]]
@@ -304,18 +256,23 @@ def test_a_damaged_log_shard_is_named_and_made_again(
     ids=["log", "drafter", "outcomes"],
 )
 def test_a_log_of_another_target_is_refused(
-    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+    undisturbed: Path,
+    argv_of: ArgvOf,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    message: str,
 ) -> None:
     log = tmp_path / "log"
-    shutil.copytree(stages.folder / "log", log)
+    shutil.copytree(undisturbed / "log", log)
     manifest = json.loads((log / "manifest.json").read_text())
     target = str(TargetLog.open(log).manifest.target)
     manifest["target"] |= {"id": "other-model", "weights_sha256": "0" * 64}
     (log / "manifest.json").write_text(json.dumps(manifest))
-    argv = stages.argv("log", log) if name == "log" else stages.argv(name, tmp_path / name, log=log)
+    argv = argv_of("log", log) if name == "log" else argv_of(name, tmp_path / name, log=log)
     assert main(argv) == 2
     named = {"log": log, "target": target, "other": "other-model (weights 000000000000)"}
-    assert message.format(**named, drafter=stages.folder / "drafter") in capsys.readouterr().err
+    assert message.format(**named, drafter=undisturbed / "drafter") in capsys.readouterr().err
     assert not (tmp_path / name / "foredraft.json").exists()
 
 
@@ -364,10 +321,10 @@ def check_full(argv: list[str], named: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("name", ["log", "outcomes"])
 def test_a_full_disk_keeps_finished_shards(
-    stages: Stages, disk: SmallDisk, capsys: pytest.CaptureFixture[str], name: str
+    undisturbed: Path, argv_of: ArgvOf, disk: SmallDisk, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    out, undisturbed = disk.folder / name, stages.folder / name
-    argv = stages.argv(name, out)
+    out, undisturbed = disk.folder / name, undisturbed / name
+    argv = argv_of(name, out)
     disk.leave(0)
     check_full(argv, out / "manifest.json", capsys)
     disk.leave(space_of(undisturbed) // 2)
@@ -386,10 +343,15 @@ def test_a_full_disk_keeps_finished_shards(
 
 @pytest.mark.parametrize(("save_every", "named"), [(4, "drafter.training/checkpoint-000008"), (0, "drafter")])
 def test_a_full_disk_keeps_the_last_checkpoint(
-    stages: Stages, disk: SmallDisk, capsys: pytest.CaptureFixture[str], save_every: int, named: str
+    undisturbed: Path,
+    argv_of: ArgvOf,
+    disk: SmallDisk,
+    capsys: pytest.CaptureFixture[str],
+    save_every: int,
+    named: str,
 ) -> None:
     out = disk.folder / "drafter"
-    argv = stages.argv("drafter", out, save_every=save_every)
+    argv = argv_of("drafter", out, save_every=save_every)
     # a checkpoint takes 240 KiB, the drafter 200 KiB
     disk.leave(360 << 10)
     check_full(argv, disk.folder / named, capsys)
@@ -399,43 +361,21 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     disk.leave(disk.size)
     assert main(argv) == 0
     assert found == (save_every or curve_of(out)[-1]["step"])
-    assert curve_of(out) == curve_of(stages.folder / "drafter")
-    assert_same_weights(out, stages.folder / "drafter")
+    assert curve_of(out) == curve_of(undisturbed / "drafter")
+    assert_same_weights(out, undisturbed / "drafter")
 
 
 def test_a_full_disk_keeps_the_old_predictor(
-    stages: Stages, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+    undisturbed: Path, argv_of: ArgvOf, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = disk.folder / "predictor"
-    shutil.copytree(stages.folder / "predictor", out)
-    argv = stages.argv("predictor", out, hidden_size=16, overwrite="true")
+    shutil.copytree(undisturbed / "predictor", out)
+    argv = argv_of("predictor", out, hidden_size=16, overwrite="true")
     for room in (0, 8 << 10):
         disk.leave(room)
         check_full(argv, out, capsys)
-        assert_same_weights(out, stages.folder / "predictor")
+        assert_same_weights(out, undisturbed / "predictor")
         assert is_clear(out)
     disk.leave(disk.size)
     assert main(argv) == 0
     assert read_predictor_card(out).hidden_size == 16
-
-
-def save_tensors(path: Path) -> None:
-    # safetensors writes to a file of its own first
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-
-def save_table(path: Path) -> None:
-    pq.write_table(pa.table({"number": np.random.default_rng(0).random(100_000)}), path)
-
-
-def save_text(path: Path) -> None:
-    path.write_text("x" * 100_000)
-
-
-@pytest.mark.parametrize("save", [save_tensors, save_table, save_text])
-def test_every_writer_names_the_file(tmp_path: Path, save: Callable[[Path], None]) -> None:
-    path = tmp_path / "result"
-    with pytest.raises(OSError, match=rf"No space left on device: '{path}'$"), atomic_file(path) as part:
-        part.symlink_to("/dev/full")
-        save(part)
-    assert list(tmp_path.iterdir()) == []
