@@ -325,8 +325,9 @@ def test_a_full_disk_keeps_finished_shards(
 ) -> None:
     out, undisturbed = disk.folder / name, undisturbed / name
     argv = argv_of(name, out)
-    disk.leave(0)
-    check_full(argv, out / "manifest.json", capsys)
+    for room, file in ((0, "manifest.json"), (4096, "recipe.yaml")):
+        disk.leave(room)
+        check_full(argv, out / file, capsys)
     disk.leave(space_of(undisturbed) // 2)
     check_full(argv, out / "shard-", capsys)
     finished = shards_in(out)
