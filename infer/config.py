@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ EXTRAS = {
     "pyarrow": "train", "accelerate": "train", "datasets": "train", "peft": "train", "wandb": "train",
     "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve", "gguf": "gguf",
 }  # fmt: skip
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UserError(ValueError):
@@ -142,7 +144,8 @@ def run_command(command: Callable[[], int | None]) -> int:
 def _describe(error: ValueError | OSError) -> str:
     """The message of a user error; those of other packages say where, as they may be bugs."""
     if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        advice = "; make room there and run the same command again" if error.errno in FULL_DISK else ""
+        return f"{error.filename}: {error.strerror}{advice}"
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = frames[-1].f_globals.get("__name__", "?") if frames else "?"
     text = str(error) or type(error).__name__

@@ -181,6 +181,7 @@ def raising(error: BaseException) -> Callable[[], int]:
         (lambda: 3, 3, ""),
         (raising(UserError("no such key")), 2, "foredraft: error: no such key"),
         (raising(FileNotFoundError(2, "No such file or directory", "x.jsonl")), 2, "x.jsonl: No such file"),
+        (raising(OSError(28, "No space left", "out/x")), 2, "out/x: No space left; make room there and"),
         (lambda: int("x"), 2, "foredraft: error: invalid literal"),
         (lambda: importlib.import_module("json").loads("{"), 2, "(JSONDecodeError from json"),
         (raising(ModuleNotFoundError("x", name="pyarrow.parquet")), 2, "pip install 'foredraft[train]'"),
