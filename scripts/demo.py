@@ -62,6 +62,7 @@ def stages() -> list[Stage]:
         recipe_stage("outcomes", "outcomes", f"{RUN}/outcomes/manifest.json"),
         recipe_stage("predictor", "train-predictor", f"{PREDICTOR}/config.json"),
         Stage("bench", (*CLI, "bench", *models, *bench, *bench_flags), (HELDOUT,), BENCH),
+        recipe_stage("export", "export", f"{RUN}/export/drafter/README.md"),
     ]
 
 
