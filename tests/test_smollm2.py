@@ -120,3 +120,27 @@ def test_lockstep_has_the_rounds_of_sync(smollm2: Path, demo_drafter: str, tempe
         sync, remote = (stats_of(engine.generate(prompts, params, mode=mode)) for mode in ("sync", "async"))
     print(f"rounds: sync {sync.rounds}, lockstep async {remote.rounds}")
     assert abs(remote.rounds - sync.rounds) <= 0.02 * sync.rounds
+
+
+def test_predictor_hits_at_least_as_often_as_confidence(smollm2: Path, demo_drafter: str) -> None:
+    """At equal budget, deterministically: six expansions of four nodes a round, tree of 7 guesses."""
+    predictor = REPOSITORY / "runs" / "demo" / "predictor"
+    if not predictor.exists():
+        pytest.skip(f"{predictor} is missing: run `make demo`")
+    speculation = SpeculationParams(lockstep=6, on_miss="wait")
+    config = EngineConfig(dtype="bfloat16", draft_rows=4, speculation=speculation)
+    with Engine.from_pretrained(str(smollm2), demo_drafter, str(predictor), config=config) as engine:
+        prompts = demo_messages("heldout")[:20]
+        for temperature, top_p in ((0.0, 1.0), (1.0, 0.95)):
+            params = [
+                SamplingParams(max_new_tokens=48, temperature=temperature, top_p=top_p, seed=seed)
+                for seed in range(len(prompts))
+            ]
+            runs = {
+                policy: engine.generate(prompts, params, policy=policy)
+                for policy in ("confidence", "predictor")
+            }
+            assert len({tuple(map(tuple, (c.token_ids for c in run))) for run in runs.values()}) == 1
+            hits = {policy: stats_of(run).hit_rate for policy, run in runs.items()}
+            print(f"T = {temperature:g}: {hits}")
+            assert hits["predictor"] >= hits["confidence"]
