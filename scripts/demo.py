@@ -28,7 +28,7 @@ BENCH = f"{RUN}/bench.json"
 REPORTED_BUDGET = "8"  # prepared outcomes of the hit rates
 BENCH_SETTINGS = {
     "--modes": "plain,sync,async:confidence,async:predictor",
-    "--limit": "12",
+    "--limit": "8",
     "--max-new-tokens": "32",
     "--repeats": "1",
     "--seed": "0",
