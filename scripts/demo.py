@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,18 @@ def say(message: str) -> None:
 
 
 def write_heldout_prompts() -> int:
-    """Write the prompts that the drafter never saw to a file of their own; returns their number."""
-    lines = Path(PROMPTS).read_text(encoding="utf-8").splitlines()
-    heldout = [line for line in lines if json.loads(line)["split"] == "heldout"]
-    Path(HELDOUT).write_text("\n".join(heldout) + "\n", encoding="utf-8")
-    return len(heldout)
+    """Write the prompts that no stage learns from to a file of their own; returns their number.
+
+    The categories take turns, so that any beginning of the file has all of them alike.
+    """
+    heldout: dict[str, list[str]] = {}
+    for line in Path(PROMPTS).read_text(encoding="utf-8").splitlines():
+        prompt = json.loads(line)
+        if prompt["split"] == "heldout":
+            heldout.setdefault(prompt["category"], []).append(line)
+    turns = [line for turn in zip_longest(*heldout.values()) for line in turn if line is not None]
+    Path(HELDOUT).write_text("\n".join(turns) + "\n", encoding="utf-8")
+    return len(turns)
 
 
 def key_of(stage: Stage, previous: str) -> str:

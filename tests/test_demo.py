@@ -201,8 +201,14 @@ def test_prompts_are_balanced_and_a_fifth_is_held_out() -> None:
         assert max(categories.values()) - min(categories.values()) <= 1
 
 
-def test_measured_prompts_are_of_every_category(demo: ModuleType) -> None:
+def test_measured_prompts_are_of_every_category(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "PROMPTS", str(PROMPTS))
+    monkeypatch.setattr(demo, "HELDOUT", str(tmp_path / "heldout.jsonl"))
     prompts = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-    heldout = [prompt for prompt in prompts if prompt["split"] == "heldout"]
-    measured = heldout[: int(demo.BENCH_SETTINGS["--limit"])]
+    assert demo.write_heldout_prompts() == sum(prompt["split"] == "heldout" for prompt in prompts)
+    lines = (tmp_path / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    measured = [json.loads(line) for line in lines[: int(demo.BENCH_SETTINGS["--limit"])]]
+    assert {prompt["split"] for prompt in measured} == {"heldout"}
     assert {prompt["category"] for prompt in measured} == {prompt["category"] for prompt in prompts}
