@@ -15,14 +15,16 @@ import json
 import platform
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from foredraft.infer.atomic import write_text_atomic
 from foredraft.infer.bench_summary import PLAIN, Arm, Case, Run, summarise, summarise_all_cores
-from foredraft.infer.config import UserError, run_command, write_text_atomic
+from foredraft.infer.config import UserError, run_command
 from foredraft.infer.flags import (
     SAMPLING_FLAGS,
     FlagParser,
@@ -38,9 +40,9 @@ from foredraft.infer.flags import (
     warn,
 )
 from foredraft.infer.hub import local_folder
-from foredraft.infer.identity import identify_target
+from foredraft.infer.identity import identify_target, read_sha256
 from foredraft.infer.params import MODES, EngineConfig, ExpandPolicy, SamplingParams, num_cores
-from foredraft.infer.prompts import Prompt, draw_seed, encode_all, file_sha256, line_seed, read_prompts
+from foredraft.infer.prompts import Prompt, draw_seed, encode_all, line_seed, read_prompts
 
 if TYPE_CHECKING:
     from foredraft.infer.engine import Engine
@@ -112,7 +114,7 @@ def bench(argv: Sequence[str]) -> int:
         "drafter": getattr(args, "drafter", None),
         "predictor": getattr(args, "predictor", None),
         "prompts": args.prompts,
-        "prompts_sha256": file_sha256(args.prompts),
+        "prompts_sha256": read_sha256(Path(args.prompts)),
         "num_prompts": len(prompts),
         "repeats": args.repeats,
         "seed": base_seed,

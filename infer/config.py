@@ -17,12 +17,13 @@ import traceback
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
+
+from foredraft.infer.atomic import write_text_atomic
 
 Recipe = TypeVar("Recipe")
 KeyTree = dict[str, "KeyTree | None"]  # section: its keys; None: a value
@@ -65,39 +66,6 @@ def read_config(cls: type[Recipe], argv: Sequence[str], command: str) -> tuple[R
 def save_resolved(folder: str | os.PathLike[str], resolved_yaml: str, name: str = "recipe.yaml") -> Path:
     """Write the resolved recipe into `folder` (made if missing) atomically."""
     return write_text_atomic(Path(folder) / name, resolved_yaml)
-
-
-def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
-    """Write `text` (UTF-8) to `path` through a file beside it: an interruption leaves the old content."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with naming(path, part):
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
-
-
-@contextmanager
-def naming(path: Path, part: Path) -> Iterator[None]:
-    """Let errors of the operating system (a full disk) name `path`, which is being written to `part`.
-
-    Raises:
-        OSError: in place of one that names no file, or `part`; and in place of the exceptions of libraries
-            in Rust (safetensors, tokenizers), which tell the system's error in their text only.
-    """
-    try:
-        yield
-    except Exception as error:
-        in_text = re.search(r"\(os error (\d+)\)", str(error))
-        number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
-        if number is None:
-            raise
-        named = str(getattr(error, "filename", None) or path).replace(str(part), str(path))
-        raise OSError(number, os.strerror(number), named) from error
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

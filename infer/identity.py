@@ -122,13 +122,13 @@ def _file_sha256(path: Path) -> str:
         return path.name
     size, modified = path.stat().st_size, path.stat().st_mtime_ns
     if size < CACHED_FROM_BYTES:
-        return _read_sha256(path)
+        return read_sha256(path)
     key = sha256_of_json([str(path), size, modified])
     cache_path = Path(constants.HF_HOME) / "foredraft" / f"{key}.sha256"
     # another process may be writing it: only a whole digest counts
     if cache_path.is_file() and len(cached := cache_path.read_text()) == 64:
         return cached
-    digest = _read_sha256(path)
+    digest = read_sha256(path)
     # a read-only home costs the time of hashing again, nothing else
     with suppress(OSError):
         cache_path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +136,7 @@ def _file_sha256(path: Path) -> str:
     return digest
 
 
-def _read_sha256(path: Path) -> str:
+def read_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

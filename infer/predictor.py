@@ -29,7 +29,7 @@ from foredraft.infer.identity import TargetIdentity
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 SCHEMA = 1
-LOG_OTHER = NODE_FEATURES.index("log_other")
+TEMPERATURE, LOG_OTHER = NODE_FEATURES.index("temperature"), NODE_FEATURES.index("log_other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,14 +72,18 @@ class OutcomePredictor(nn.Module):
         self.register_buffer("scale_B", torch.ones(num_temperatures))
         self.register_buffer("shift_B", torch.zeros(num_temperatures))
 
-    def forward(
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Calibrated log-probabilities of the candidates and of `other`; arguments and shape as for `raw`."""
+        return self.calibrate(self.raw(*inputs), inputs[0][:, TEMPERATURE])
+
+    def raw(
         self,
         features_NK: torch.Tensor,
         scores_NF: torch.Tensor,
         log_probs_NF: torch.Tensor,
         echo_NF: torch.Tensor,
     ) -> torch.Tensor:
-        """Calibrated log-probabilities.
+        """Log-probabilities before calibration.
 
         Args:
             features_NK: float32, in the order of NODE_FEATURES.
@@ -90,16 +94,6 @@ class OutcomePredictor(nn.Module):
         Returns:
             float32 [N, F + 1], the last column is `other`; -inf where there is no candidate.
         """
-        return self.calibrate(self.raw(features_NK, scores_NF, log_probs_NF, echo_NF), features_NK[:, 0])
-
-    def raw(
-        self,
-        features_NK: torch.Tensor,
-        scores_NF: torch.Tensor,
-        log_probs_NF: torch.Tensor,
-        echo_NF: torch.Tensor,
-    ) -> torch.Tensor:
-        """Log-probabilities before calibration, [N, F + 1]; arguments as for `forward`."""
         own_NF1 = torch.cat([scores_NF, features_NK[:, LOG_OTHER, None]], 1)
         node_NH = nn.functional.silu(self.node_layer((features_NK - self.mean_K) / self.spread_K))
         candidate_NF1H = self.candidate_layer(candidate_features(own_NF1, log_probs_NF, echo_NF))

@@ -124,11 +124,6 @@ def line_seed(base: int, prompt: Prompt) -> int:
     return (base + prompt.index) % NUM_SEEDS
 
 
-def file_sha256(path: str | Path) -> str:
-    """Hash of a prompt file's bytes, as `sha256sum` prints it."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
 def _render(prompt: Prompt, tokenizer: ChatTokenizer) -> str:
     if not tokenizer.chat_template:
         raise ValueError("this tokenizer has no chat template: use --raw with `prompt` lines")

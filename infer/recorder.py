@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from foredraft.infer.atomic import atomic_file
 from foredraft.infer.expansions import Expansion
 from foredraft.infer.outcome_file import require_pyarrow, write_records
 from foredraft.infer.outcome_records import OutcomeRecords
@@ -51,14 +52,13 @@ class OutcomeRecorder:
 
         Requests with other fan-outs have records of another width: each width has a shard of its own.
         """
-        rows, self._rows = self._rows, []
-        for fan_out in sorted({len(row[3].candidate_ids_F) for row in rows}):
-            chosen = [row for row in rows if len(row[3].candidate_ids_F) == fan_out]
+        for fan_out in sorted({len(row[3].candidate_ids_F) for row in self._rows}):
+            chosen = [row for row in self._rows if len(row[3].candidate_ids_F) == fan_out]
             path = self.folder / f"live-{os.getpid()}-{self._num_shards:05d}.parquet"
-            temporary = path.with_name(f".{path.name}.part")
-            write_records(temporary, _records(chosen), family=self.family, drafter_sha256=self.drafter_sha256)
-            temporary.replace(path)
+            with atomic_file(path) as part:
+                write_records(part, _records(chosen), family=self.family, drafter_sha256=self.drafter_sha256)
             self._num_shards += 1
+            self._rows = [row for row in self._rows if len(row[3].candidate_ids_F) != fan_out]
 
 
 def _records(rows: list[tuple[str, int, float, Expansion, int]]) -> OutcomeRecords:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foredraft.infer.atomic import write_text_atomic
+
 Event = dict[str, Any]
 Intervals = list[tuple[float, float]]  # (start, end) in microseconds
 _NO_SPAN = nullcontext()
@@ -85,14 +87,7 @@ class Trace:
     def write(self, path: Path) -> None:
         """Write all events so far, own and absorbed, atomically. OSError if the folder cannot be written."""
         self._absorbed += self._take()
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            unfinished.write_text(
-                json.dumps({"traceEvents": self._absorbed, "displayTimeUnit": "ms"}), encoding="utf-8"
-            )
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_text_atomic(path, json.dumps({"traceEvents": self._absorbed, "displayTimeUnit": "ms"}))
 
 
 def _metadata(kind: str, pid: int, thread_id: int, name: str) -> Event:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import SafetensorError
 
-from foredraft.train.atomic import atomic_file, atomic_folder
+from foredraft.infer.atomic import atomic_file, atomic_folder
 
 
 def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:

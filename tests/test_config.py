@@ -11,7 +11,8 @@ from typing import Literal
 import pytest
 import yaml
 
-from foredraft.infer.config import UserError, read_config, run_command, save_resolved, write_text_atomic
+from foredraft.infer.atomic import write_text_atomic
+from foredraft.infer.config import UserError, read_config, run_command, save_resolved
 from foredraft.infer.params import EngineConfig
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,7 +19,13 @@ from foredraft.infer.drafter_card import (
     read_drafter_card,
     write_drafter_card,
 )
-from foredraft.infer.identity import TargetIdentity, chat_template_sha256, identify_target, tokenizer_sha256
+from foredraft.infer.identity import (
+    TargetIdentity,
+    chat_template_sha256,
+    identify_target,
+    read_sha256,
+    tokenizer_sha256,
+)
 
 TARGET = TargetIdentity(id="org/target", revision="0123456789abcdef", weights_sha256="a" * 64)
 CARD = DrafterCard(family="lm", target=TARGET, tokenizer_sha256="b" * 64, draft_vocab=None, max_depth=64)
@@ -60,7 +67,7 @@ def test_large_files_are_hashed_once(
     monkeypatch.setattr("foredraft.infer.identity.CACHED_FROM_BYTES", 0)
     monkeypatch.setattr("foredraft.infer.identity.constants.HF_HOME", str(tmp_path))
     first = identify_target(str(tiny_target))
-    monkeypatch.setattr("foredraft.infer.identity._read_sha256", lambda _: pytest.fail("hashed again"))
+    monkeypatch.setattr("foredraft.infer.identity.read_sha256", lambda _: pytest.fail("hashed again"))
     assert identify_target(str(tiny_target)) == first
 
 
@@ -120,3 +127,9 @@ def test_another_target_is_refused_unless_allowed() -> None:
         check_drafter(CARD, other, CARD.tokenizer_sha256)
     check_drafter(CARD, other, CARD.tokenizer_sha256, allow_target_mismatch=True)
     check_drafter(CARD, replace(TARGET, id="elsewhere", revision=None), CARD.tokenizer_sha256)
+
+
+def test_hash_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "é"}')
+    assert read_sha256(path) == hashlib.sha256(path.read_bytes()).hexdigest()

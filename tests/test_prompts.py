@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from pathlib import Path
 
 import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from foredraft.infer.prompts import Prompt, draw_seed, encode, file_sha256, line_seed, read_prompts
+from foredraft.infer.prompts import Prompt, draw_seed, encode, line_seed, read_prompts
 
 
 def write(tmp_path: Path, text: str | bytes) -> Path:
@@ -120,8 +119,3 @@ def test_seeds() -> None:
     assert line_seed(5, Prompt.from_text("alone")) == 5
     assert 0 <= draw_seed() < 2**64
     assert draw_seed() != draw_seed()
-
-
-def test_file_hash(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"prompt": "é"}')
-    assert file_sha256(path) == hashlib.sha256(path.read_bytes()).hexdigest()

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from foredraft.infer.atomic import atomic_file, atomic_folder
 from foredraft.infer.identity import TargetIdentity
-from foredraft.train.atomic import atomic_file, atomic_folder
 from foredraft.train.log_rows import LogRow, read_rows, write_rows
 from foredraft.train.shard_folder import MANIFEST_FILE
 from foredraft.train.target_log import LogManifest, TargetLog

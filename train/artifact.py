@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from foredraft.infer.atomic import atomic_folder
 from foredraft.infer.config import save_resolved
 from foredraft.infer.drafter_card import DrafterCard, write_drafter_card
-from foredraft.train.atomic import atomic_folder
 from foredraft.train.draft_vocab import DRAFT_VOCAB_FILE, save_draft_vocab
 from foredraft.train.provenance import git_commit, versions
 from foredraft.train.target_log import LogManifest

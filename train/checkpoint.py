@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from foredraft.train.atomic import atomic_folder
+from foredraft.infer.atomic import atomic_folder
 
 PREFIX = "checkpoint-"
 

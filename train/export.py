@@ -19,10 +19,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from foredraft.infer.atomic import atomic_folder
 from foredraft.infer.config import UserError, read_config, run_command
 from foredraft.infer.flags import FlagParser, warn
 from foredraft.infer.hub import local_folder
-from foredraft.train.atomic import atomic_folder
+from foredraft.infer.identity import read_sha256
 from foredraft.train.card_figures import collect_figures
 from foredraft.train.hub_push import MAIN, Destination, push_folder
 from foredraft.train.model_card import fill_cards
@@ -132,8 +133,7 @@ def holds(out: Path, files: Files) -> bool:
 def _digest(content: Path | str) -> str:
     if isinstance(content, str):
         return hashlib.sha256(content.encode()).hexdigest()
-    with content.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return read_sha256(content)
 
 
 def _check_out(recipe: ExportRecipe) -> None:

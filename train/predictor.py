@@ -19,22 +19,21 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from foredraft.infer.atomic import atomic_folder
 from foredraft.infer.config import read_config, run_command, save_resolved
 from foredraft.infer.features import FEATURES
 from foredraft.infer.identity import sha256_of_json
 from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.infer.predictor import (
     CONFIG_FILE,
-    OutcomePredictor,
     PredictorCard,
     read_predictor_card,
     save_predictor,
 )
 from foredraft.train import predictor_report
 from foredraft.train.allocation import Rounds
-from foredraft.train.atomic import atomic_folder
 from foredraft.train.outcome_log import OutcomeLog
-from foredraft.train.predictor_fit import calibrate, fit, split_prompts
+from foredraft.train.predictor_fit import TooFewPrompts, calibrate, fit, split_prompts
 from foredraft.train.progress import ProgressReport
 from foredraft.train.provenance import git_commit, versions
 from foredraft.train.recipe import PredictorRecipe
@@ -153,8 +152,8 @@ def learning_curve(
     for size in predictor_report.curve_sizes(len(np.unique(fitted.request_id_N))):
         part = predictor_report.first_prompts(fitted, size)
         try:
-            predictor: OutcomePredictor = fit(part, recipe)
-        except ValueError:  # so few that none is left to tell when to stop
+            predictor = fit(part, recipe)
+        except TooFewPrompts:  # none is left to tell when to stop
             continue
         calibrate(predictor, calibration)
         figures = predictor_report.report_heldout(predictor, part, heldout, rounds, recipe.budgets)

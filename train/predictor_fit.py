@@ -21,6 +21,10 @@ from foredraft.train.splits import fraction_of
 VALIDATION_FRACTION = 0.15  # of the fitted prompts: they only tell when to stop
 
 
+class TooFewPrompts(ValueError):
+    """All prompts fall on one side of a split."""
+
+
 @dataclass(frozen=True, slots=True)
 class Examples:
     """Labelled records as tensors."""
@@ -62,12 +66,12 @@ def split_prompts(
     """Records of most prompts, and of a share of them chosen by hash.
 
     Raises:
-        ValueError: all prompts fall on one side.
+        TooFewPrompts: all prompts fall on one side.
     """
     names, place_N = np.unique(records.request_id_N, return_inverse=True)
     is_chosen_N = np.array([fraction_of(name, purpose) < fraction for name in names])[place_N]
     if is_chosen_N.all() or not is_chosen_N.any():
-        raise ValueError(
+        raise TooFewPrompts(
             f"{len(names)} prompts are too few to keep a share of {fraction} for {purpose}; reserve more "
             "prompts (reserved_fraction of the drafter's recipe), or log more"
         )

@@ -9,7 +9,6 @@ Each process writes its own shards and their entries; one process gathers the en
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from foredraft.infer.identity import TargetIdentity
-from foredraft.train.atomic import atomic_file
+from foredraft.infer.atomic import atomic_file
+from foredraft.infer.identity import TargetIdentity, read_sha256
 from foredraft.train.provenance import versions
 
 MANIFEST_FILE = "manifest.json"
@@ -30,7 +29,7 @@ class ShardEntry:
 
     file: str
     rows: int
-    tokens: int  # response tokens
+    tokens: int  # response tokens of a target log; labelled records of outcomes
     sha256: str
 
 
@@ -105,7 +104,7 @@ class ShardFolder(Generic[M]):
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens of all finished shards."""
+        """Response tokens, or labelled records, of all finished shards."""
         return sum(entry.tokens for entry in self._entries().values())
 
     @property
@@ -156,7 +155,7 @@ class ShardFolder(Generic[M]):
         path = self.folder / self.shard_name(index)
         with atomic_file(path) as temporary:
             write(temporary)
-            digest = _sha256(temporary)
+            digest = read_sha256(temporary)
         entry = ShardEntry(file=path.name, rows=rows, tokens=tokens, sha256=digest)
         with atomic_file(path.with_suffix(".json")) as temporary:
             temporary.write_text(json.dumps(asdict(entry)))
@@ -171,7 +170,7 @@ class ShardFolder(Generic[M]):
 
     def _is_good(self, entry: ShardEntry | None, name: str) -> bool:
         path = self.folder / name
-        return entry is not None and path.is_file() and _sha256(path) == entry.sha256
+        return entry is not None and path.is_file() and read_sha256(path) == entry.sha256
 
     def _write_manifest(self, shards: list[ShardEntry]) -> None:
         content = {
@@ -201,8 +200,3 @@ class ShardFolder(Generic[M]):
                 f"{self.folder} was made with other settings ({', '.join(changed)}); "
                 "choose another `out`, or delete the folder"
             )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

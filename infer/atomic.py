@@ -9,7 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from foredraft.infer.config import naming
+
+@contextmanager
+def naming(path: Path, part: Path) -> Iterator[None]:
+    """Let errors of the operating system (a full disk) name `path`, which is being written to `part`.
+
+    Raises:
+        OSError: in place of one that names no file, or `part`; and in place of the exceptions of libraries
+            in Rust (safetensors, tokenizers), which tell the system's error in their text only.
+    """
+    try:
+        yield
+    except Exception as error:
+        in_text = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
+        if number is None:
+            raise
+        named = str(getattr(error, "filename", None) or path).replace(str(part), str(path))
+        raise OSError(number, os.strerror(number), named) from error
 
 
 @contextmanager
@@ -28,6 +45,15 @@ def atomic_file(path: Path) -> Iterator[Path]:
             _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
+    """Write `text` (UTF-8) to `path`, whose folder is made if missing. Raises as `atomic_file`."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return path
 
 
 @contextmanager
