@@ -12,21 +12,38 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft.infer.cli import main
+from foredraft.infer.drafter_card import DrafterCard, write_drafter_card
+from foredraft.infer.identity import identify_target, tokenizer_sha256
+from foredraft.infer.outcome_records import OutcomeRecords
+from foredraft.infer.params import EngineConfig
+from foredraft.infer.target import load_tokenizer
+from foredraft.train.collect import collect
+from foredraft.train.outcome_log import OutcomeLog
+from foredraft.train.recipe import LogRecipe, ResponseGroup
+from foredraft.train.splits import Part
+from foredraft.train.target_log import TargetLog
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMOLLM2 = REPOSITORY / "models" / "SmolLM2-135M-Instruct"
 
+PARTS = get_args(Part)
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -127,6 +144,85 @@ def tiny_drafter(
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_artifact(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, tiny_drafter: Path
+) -> Callable[..., Path]:
+    """`make_artifact(**DrafterCard fields)` -> the tiny drafter with a draft vocabulary and a foredraft.json."""
+
+    def make(**fields: Any) -> Path:
+        folder = shutil.copytree(tiny_drafter, tmp_path_factory.mktemp("artifact") / "drafter")
+        save_file({"d2t": torch.arange(0, 300)}, folder / "draft_vocab.safetensors")
+        card = DrafterCard(
+            family="lm",
+            target=identify_target(str(tiny_target)),
+            tokenizer_sha256=tokenizer_sha256(load_tokenizer(str(tiny_target), EngineConfig())),
+            draft_vocab="draft_vocab.safetensors",
+            max_depth=9,
+            **fields,
+        )
+        write_drafter_card(folder, card)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_log(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Callable[..., TargetLog]:
+    """`make_log(prompts, heldout, **LogRecipe fields)` -> log of the tiny target; `heldout` says which of them."""
+
+    def make(prompts: list[str], heldout: Callable[[int], bool], **changes: Any) -> TargetLog:
+        folder = tmp_path_factory.mktemp("logged")
+        splits = ["heldout" if heldout(n) else "train" for n in range(len(prompts))]
+        lines = [json.dumps({"prompt": p, "split": s}) for p, s in zip(prompts, splits, strict=True)]
+        (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+        settings: dict[str, Any] = {
+            "target": str(tiny_target),
+            "prompts": str(folder / "prompts.jsonl"),
+            "out": str(folder / "log"),
+            "groups": (
+                ResponseGroup(responses=1, temperature=0.0),
+                ResponseGroup(responses=2, temperature=1.0, top_p=0.95),
+            ),
+            "max_new_tokens": 24,
+            "top_k_logprobs": 16,
+            "heldout_fraction": 0.1,
+            "seed": 0,
+            "prompts_per_shard": 20,
+            "dtype": "float32",
+            "rows": 32,
+        }
+        return collect(LogRecipe(**(settings | changes)), "recipe")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def assert_same_records() -> Callable[[OutcomeLog, OutcomeLog], None]:
+    """Compare two folders of outcome records of all parts, element for element."""
+
+    def check(first: OutcomeLog, second: OutcomeLog) -> None:
+        for read in (*(partial(OutcomeLog.records, part=part) for part in PARTS), OutcomeLog.rounds):
+            one, other = read(first), read(second)
+            for item in fields(OutcomeRecords):
+                assert np.array_equal(getattr(one, item.name), getattr(other, item.name)), item.name
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def assert_same_weights() -> Callable[[Path, Path], None]:
+    """Compare the float32 weights of two folders bit for bit."""
+
+    def check(first: Path, second: Path) -> None:
+        one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
+        assert one.keys() == other.keys()
+        assert all(value.dtype == torch.float32 for value in one.values())
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+    return check
 
 
 @pytest.fixture(scope="session")

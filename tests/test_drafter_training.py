@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from foredraft.infer.config import read_config
 from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.drafters import load_drafter
 from foredraft.infer.params import EngineConfig
-from foredraft.train.collect import collect
 from foredraft.train.drafter import train_drafter
 from foredraft.train.log_rows import LogRow
 from foredraft.train.recipe import (
@@ -30,7 +30,6 @@ from foredraft.train.recipe import (
     LogRecipe,
     OutcomesRecipe,
     PredictorRecipe,
-    ResponseGroup,
 )
 from foredraft.train.target_log import TargetLog
 from foredraft.train.trainer import Trainer
@@ -46,29 +45,9 @@ RECIPES = {
 
 
 @pytest.fixture(scope="module")
-def log_folder(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def log_folder(make_log: Callable[..., TargetLog]) -> Path:
     """Log of the tiny target: 40 prompts, a fifth held out, greedy and sampled."""
-    folder = tmp_path_factory.mktemp("training")
-    lines = [{"prompt": f"word {n * n}", "split": "train" if n % 5 else "heldout"} for n in range(40)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = LogRecipe(
-        target=str(tiny_target),
-        prompts=str(folder / "prompts.jsonl"),
-        out=str(folder / "log"),
-        groups=(
-            ResponseGroup(responses=1, temperature=0.0),
-            ResponseGroup(responses=2, temperature=1.0, top_p=0.95),
-        ),
-        max_new_tokens=24,
-        top_k_logprobs=16,
-        heldout_fraction=0.1,
-        seed=0,
-        prompts_per_shard=20,
-        dtype="float32",
-        rows=32,
-    )
-    collect(recipe, "recipe")
-    return folder / "log"
+    return make_log([f"word {n * n}" for n in range(40)], lambda n: n % 5 == 0).folder
 
 
 @pytest.fixture

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import runpy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import close_session
-from safetensors.torch import save_file
 
 from foredraft.infer import hub as hub_module
-from foredraft.infer.drafter_card import DrafterCard, read_drafter_card, write_drafter_card
+from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.drafters import load_drafter
 from foredraft.infer.hub import local_folder
-from foredraft.infer.identity import identify_target, tokenizer_sha256
 from foredraft.infer.params import EngineConfig
-from foredraft.infer.target import load_tokenizer
 from foredraft.train import hub_push
 from foredraft.train.hub_push import Destination, push_folder
 
@@ -31,18 +27,9 @@ REPO = "someone/tiny-drafter"
 
 
 @pytest.fixture(scope="module")
-def drafter(tiny_target: Path, tiny_drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafter(make_artifact: Callable[..., Path]) -> Path:
     """A drafter with a draft vocabulary and a README.md."""
-    folder = shutil.copytree(tiny_drafter, tmp_path_factory.mktemp("push") / "drafter")
-    save_file({"d2t": torch.arange(0, 300)}, folder / "draft_vocab.safetensors")
-    card = DrafterCard(
-        family="lm",
-        target=identify_target(str(tiny_target)),
-        tokenizer_sha256=tokenizer_sha256(load_tokenizer(str(tiny_target), EngineConfig())),
-        draft_vocab="draft_vocab.safetensors",
-        max_depth=9,
-    )
-    write_drafter_card(folder, card)
+    folder = make_artifact()
     metadata = "license: mit\nlibrary_name: transformers\ntags: [x]"
     (folder / "README.md").write_text(f"---\n{metadata}\n---\n\n# Card\n")
     return folder

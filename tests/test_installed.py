@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,14 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from foredraft.infer.drafter_card import DrafterCard, write_drafter_card
 from foredraft.infer.engine import Engine
-from foredraft.infer.identity import identify_target, tokenizer_sha256
 from foredraft.infer.params import EngineConfig, SamplingParams
-from foredraft.infer.target import load_tokenizer
 
 SERVER = runpy.run_path(str(Path(__file__).with_name("hub_server.py")))
 REPO = "someone/tiny-drafter"
@@ -52,21 +46,9 @@ Foredraft = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
-def drafter(tiny_target: Path, tiny_drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafter(make_artifact: Callable[..., Path]) -> Path:
     """A drafter artifact with a draft vocabulary and figures."""
-    folder = shutil.copytree(tiny_drafter, tmp_path_factory.mktemp("installed") / "drafter")
-    save_file({"d2t": torch.arange(0, 300)}, folder / "draft_vocab.safetensors")
-    card = DrafterCard(
-        family="lm",
-        target=identify_target(str(tiny_target)),
-        tokenizer_sha256=tokenizer_sha256(load_tokenizer(str(tiny_target), EngineConfig())),
-        draft_vocab="draft_vocab.safetensors",
-        max_depth=9,
-        training=TRAINING,
-        measured=MEASURED,
-    )
-    write_drafter_card(folder, card)
-    return folder
+    return make_artifact(training=TRAINING, measured=MEASURED)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from foredraft.infer.outcome_records import UNKNOWN, OutcomeRecords
 from foredraft.infer.params import EngineConfig, SpeculationParams
 from foredraft.train.acceptance import chain_rounds, sampling_of
 from foredraft.train.allocation import Rounds
-from foredraft.train.collect import collect
 from foredraft.train.log_rows import LogRow
 from foredraft.train.outcome_log import OutcomeLog
 from foredraft.train.outcomes import replay
-from foredraft.train.recipe import LogRecipe, OutcomesRecipe, ResponseGroup
+from foredraft.train.recipe import OutcomesRecipe, ResponseGroup
 from foredraft.train.splits import part_of
 from foredraft.train.target_log import TargetLog
 
@@ -32,62 +31,44 @@ Key = tuple[str, int, int, int]
 
 
 @pytest.fixture(scope="module")
-def log(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TargetLog:
+def log(make_log: Callable[..., TargetLog]) -> TargetLog:
     """Ten prompts in five shards, greedy and sampled, one group with a repetition penalty."""
-    folder = tmp_path_factory.mktemp("outcomes")
-    lines = [{"prompt": f"item {n**3}", "split": "heldout" if n % 3 == 0 else "train"} for n in range(10)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = LogRecipe(
-        target=str(tiny_target),
-        prompts=str(folder / "prompts.jsonl"),
-        out=str(folder / "log"),
+    return make_log(
+        [f"item {n**3}" for n in range(10)],
+        lambda n: n % 3 == 0,
         groups=(
             ResponseGroup(responses=1, temperature=0.0),
             ResponseGroup(responses=1, temperature=1.0, top_p=0.95),
             ResponseGroup(responses=1, temperature=0.7, repetition_penalty=1.2),
         ),
-        max_new_tokens=24,
-        top_k_logprobs=8,
-        heldout_fraction=0.1,
-        seed=0,
         prompts_per_shard=2,
-        dtype="float32",
-        rows=16,
     )
-    return collect(recipe, "recipe")
+
+
+def make_recipe(log: TargetLog, drafter: Path, out: Path) -> OutcomesRecipe:
+    return OutcomesRecipe(
+        log=str(log.folder),
+        drafter=str(drafter),
+        out=str(out),
+        parts=("train", "heldout"),
+        fan_out=FAN_OUT,
+        depth=DEPTH,
+        k=K,
+        heldout_responses=0,
+        rows=8,
+        dtype="float32",
+    )
 
 
 @pytest.fixture
 def recipe(log: TargetLog, tiny_drafter: Path, tmp_path: Path) -> OutcomesRecipe:
-    return OutcomesRecipe(
-        log=str(log.folder),
-        drafter=str(tiny_drafter),
-        out=str(tmp_path / "outcomes"),
-        parts=("train", "heldout"),
-        fan_out=FAN_OUT,
-        depth=DEPTH,
-        k=K,
-        heldout_responses=0,
-        rows=8,
-        dtype="float32",
-    )
+    return make_recipe(log, tiny_drafter, tmp_path / "outcomes")
 
 
 @pytest.fixture(scope="module")
 def outcomes(log: TargetLog, tiny_drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> OutcomeLog:
-    recipe = OutcomesRecipe(
-        log=str(log.folder),
-        drafter=str(tiny_drafter),
-        out=str(tmp_path_factory.mktemp("replayed") / "outcomes"),
-        parts=("train", "heldout"),
-        fan_out=FAN_OUT,
-        depth=DEPTH,
-        k=K,
-        heldout_responses=0,
-        rows=8,
-        dtype="float32",
-    )
-    return replay(recipe, "recipe")
+    out = tmp_path_factory.mktemp("replayed") / "outcomes"
+    return replay(make_recipe(log, tiny_drafter, out), "recipe")
 
 
 def all_records(outcomes: OutcomeLog) -> OutcomeRecords:

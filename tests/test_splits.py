@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from foredraft.infer.config import read_config
 from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.train import trainer
 from foredraft.train.batches import Batch
-from foredraft.train.collect import collect
 from foredraft.train.drafter import train_drafter
 from foredraft.train.log_rows import LogRow
 from foredraft.train.prompt_set import split_of
-from foredraft.train.recipe import DrafterRecipe, LogRecipe, ResponseGroup
+from foredraft.train.recipe import DrafterRecipe, ResponseGroup
 from foredraft.train.splits import fraction_of, part_of
 from foredraft.train.target_log import TargetLog
 
@@ -54,26 +52,14 @@ def test_every_purpose_has_a_hash_of_its_own() -> None:
 
 
 @pytest.fixture
-def recipe(tiny_target: Path, tmp_path: Path) -> DrafterRecipe:
+def recipe(make_log: Callable[..., TargetLog], tiny_target: Path, tmp_path: Path) -> DrafterRecipe:
     """The smoke recipe over a log of 40 prompts, an eighth of them held out."""
-    lines = [{"prompt": f"word {n * n}", "split": "train" if n % 8 else "heldout"} for n in range(40)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    log = LogRecipe(
-        target=str(tiny_target),
-        prompts=str(tmp_path / "prompts.jsonl"),
-        out=str(tmp_path / "log"),
-        groups=(ResponseGroup(responses=2, temperature=1.0),),
-        max_new_tokens=8,
-        top_k_logprobs=16,
-        heldout_fraction=0.1,
-        seed=0,
-        prompts_per_shard=20,
-        dtype="float32",
-    )
-    collect(log, "recipe")
+    groups = (ResponseGroup(responses=2, temperature=1.0),)
+    words = [f"word {n * n}" for n in range(40)]
+    log = make_log(words, lambda n: n % 8 == 0, groups=groups, max_new_tokens=8)
     smoke = ["--config", str(REPOSITORY / "recipes" / "smoke_drafter.yaml")]
     found, _ = read_config(DrafterRecipe, smoke, "train-drafter")
-    return replace(found, log=log.out, target=str(tiny_target), out=str(tmp_path / "drafter"))
+    return replace(found, log=str(log.folder), target=str(tiny_target), out=str(tmp_path / "drafter"))
 
 
 def test_reserved_prompts_reach_no_batch(recipe: DrafterRecipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.infer.predictor import read_predictor_card
 from foredraft.train.outcome_log import OutcomeLog
 
@@ -47,21 +42,20 @@ def launch(*command: str) -> subprocess.CompletedProcess[str]:
     return run("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", *command)
 
 
-def assert_same_predictor(first: Path, second: Path) -> None:
-    one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    assert read_predictor_card(first).calibration == read_predictor_card(second).calibration
+@pytest.fixture
+def assert_same_predictor(assert_same_weights: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+    """Compare weights and figures."""
 
+    def check(first: Path, second: Path) -> None:
+        assert_same_weights(first, second)
+        assert read_predictor_card(first).calibration == read_predictor_card(second).calibration
 
-def assert_same_records(first: OutcomeRecords, second: OutcomeRecords) -> None:
-    for item in fields(OutcomeRecords):
-        assert np.array_equal(getattr(first, item.name), getattr(second, item.name)), item.name
+    return check
 
 
 @pytest.mark.slow
 def test_a_chain_of_commands_makes_the_predictor_of_one_process(
-    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path
+    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path, assert_same_predictor: Callable[[Path, Path], None]
 ) -> None:
     log, drafter, outcomes = (tmp_path / name for name in ("log", "drafter", "outcomes"))
     for argv in (
@@ -78,19 +72,19 @@ def test_a_chain_of_commands_makes_the_predictor_of_one_process(
 
 
 def test_outcomes_of_two_processes_are_those_of_one(
-    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path
+    undisturbed: Path,
+    argv_of: ArgvOf,
+    tmp_path: Path,
+    assert_same_records: Callable[[OutcomeLog, OutcomeLog], None],
 ) -> None:
     _, *flags = argv_of("outcomes", tmp_path / "two")
     result = launch("-m", "foredraft.train.outcomes", *flags)
     assert "12 of 12 shards made now by 2 processes" in result.stderr
-    one, two = OutcomeLog.open(undisturbed / "outcomes"), OutcomeLog.open(tmp_path / "two")
-    for part in ("train", "reserved", "heldout"):
-        assert_same_records(one.records(part), two.records(part))
-    assert_same_records(one.rounds(), two.rounds())
+    assert_same_records(OutcomeLog.open(undisturbed / "outcomes"), OutcomeLog.open(tmp_path / "two"))
 
 
 def test_a_predictor_of_two_processes_is_that_of_one(
-    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path
+    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path, assert_same_predictor: Callable[[Path, Path], None]
 ) -> None:
     _, *flags = argv_of("predictor", tmp_path / "two")
     (tmp_path / "counted.py").write_text(COUNTED)
