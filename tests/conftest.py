@@ -150,7 +150,7 @@ def tiny_drafter(
 def make_artifact(
     tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, tiny_drafter: Path
 ) -> Callable[..., Path]:
-    """`make_artifact(**DrafterCard fields)` -> the tiny drafter with a draft vocabulary and a foredraft.json."""
+    """`make_artifact(**DrafterCard fields)` -> the tiny drafter with draft vocabulary and foredraft.json."""
 
     def make(**fields: Any) -> Path:
         folder = shutil.copytree(tiny_drafter, tmp_path_factory.mktemp("artifact") / "drafter")
@@ -171,7 +171,7 @@ def make_artifact(
 
 @pytest.fixture(scope="session")
 def make_log(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Callable[..., TargetLog]:
-    """`make_log(prompts, heldout, **LogRecipe fields)` -> log of the tiny target; `heldout` says which of them."""
+    """`make_log(prompts, heldout, **LogRecipe fields)` -> log of the tiny target; `heldout(n)` splits."""
 
     def make(prompts: list[str], heldout: Callable[[int], bool], **changes: Any) -> TargetLog:
         folder = tmp_path_factory.mktemp("logged")
