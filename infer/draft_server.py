@@ -21,7 +21,7 @@ import msgspec
 from foredraft.infer import messages
 from foredraft.infer.draft_loop import DraftLoop, ServerOptions
 from foredraft.infer.draft_worker import Drafting
-from foredraft.infer.drafter_card import read_drafter_card
+from foredraft.infer.drafter_card import family_of, read_drafter_card
 from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.params import EngineConfig, SamplingParams, SpeculationParams
@@ -65,7 +65,7 @@ def load_speculator(arguments: argparse.Namespace) -> tuple[Drafting, messages.R
     speculator.expand("warm-up", 2)
     speculator.close("warm-up")
     return speculator, messages.Ready(
-        family=card.family if card else "lm",
+        family=family_of(card),
         max_depth=drafter.max_depth,
         max_positions=drafter.max_positions,
         tokenizer_sha256=found_sha256,

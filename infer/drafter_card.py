@@ -78,6 +78,11 @@ def check_drafter(
         )
 
 
+def family_of(card: DrafterCard | None) -> str:
+    """Family of a drafter; a plain Hugging Face causal LM, which has no card, is one of family `lm`."""
+    return card.family if card else "lm"
+
+
 def drafter_sha256(drafter: str) -> str:
     """Hash of a drafter's weights: what predictors and outcome records belong to."""
     return identify_target(str(local_folder(drafter))).weights_sha256

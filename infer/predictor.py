@@ -107,9 +107,7 @@ class OutcomePredictor(nn.Module):
     def calibrate(self, log_probs_NF1: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:
         """The scale and shift of the nearest calibrated temperature, [N, F + 1]."""
         nearest_N = (temperature_N[:, None] - self.temperature_B).abs().argmin(1)
-        logits_NF1 = log_probs_NF1 * self.scale_B[nearest_N, None]
-        shift_N1 = self.shift_B[nearest_N, None]
-        return torch.cat([logits_NF1[:, :-1], logits_NF1[:, -1:] + shift_N1], 1).log_softmax(1)
+        return rescale(log_probs_NF1, self.scale_B[nearest_N, None], self.shift_B[nearest_N, None])
 
     @torch.inference_mode()
     def probs(
@@ -118,6 +116,21 @@ class OutcomePredictor(nn.Module):
         """Probabilities of the candidates, float32 [R, F]; what they leave of 1 is `other`."""
         parts = [torch.from_numpy(part) for part in (features_RK, scores_RF, log_probs_RF, echo_RF)]
         return self(*parts)[:, :-1].exp().numpy()
+
+
+def rescale(log_probs_NF1: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities times a scale, `other` (the last column) plus a shift, log-softmax again.
+
+    Args:
+        log_probs_NF1: float32 [N, F + 1]; -inf stays.
+        scale: of all, or [N, 1].
+        shift: of all, or [N, 1].
+    """
+    is_other_F1 = torch.zeros(log_probs_NF1.shape[1])
+    is_other_F1[-1] = 1.0
+    # the gradient of the scale is no number at -inf
+    logits_NF1 = log_probs_NF1.clamp(min=3 * MIN_LOG) * scale + is_other_F1 * shift
+    return logits_NF1.masked_fill(torch.isinf(log_probs_NF1), -torch.inf).log_softmax(1)
 
 
 def candidate_features(

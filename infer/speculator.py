@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from foredraft.infer.drafter_card import drafter_sha256, read_drafter_card
+from foredraft.infer.drafter_card import drafter_sha256, family_of, read_drafter_card
 from foredraft.infer.drafters import Candidates, Drafter, Wanted, load_drafter
 from foredraft.infer.echo import Echo
 from foredraft.infer.expansions import Expansion
@@ -68,18 +68,14 @@ class Speculator:
         Raises:
             ValueError: nothing there, a predictor of another drafter, records that cannot be written.
         """
-        if predictor is None and record is None:
-            return cls(load_drafter(drafter, config))
-        sha256 = drafter_sha256(drafter)
-        recorder = None
+        network, fan_out, recorder = None, 0, None
+        if predictor is not None:
+            network, card = load_predictor(predictor, drafter_sha256(drafter))
+            fan_out = card.fan_out
         if record is not None:
-            card = read_drafter_card(drafter)
-            family = card.family if card else "lm"
-            recorder = OutcomeRecorder(record, family=family, drafter_sha256=sha256)
-        if predictor is None:
-            return cls(load_drafter(drafter, config), recorder=recorder)
-        network, predictor_card = load_predictor(predictor, sha256)
-        return cls(load_drafter(drafter, config), network, predictor_card.fan_out, recorder)
+            family = family_of(read_drafter_card(drafter))
+            recorder = OutcomeRecorder(record, family=family, drafter_sha256=drafter_sha256(drafter))
+        return cls(load_drafter(drafter, config), network, fan_out, recorder)
 
     def open(
         self,
@@ -334,17 +330,18 @@ class Speculator:
         nodes, candidates = job.expand.nodes, expanded.candidates
         order_RF = np.argsort(-expanded.probs_RF, axis=1, kind="stable")[:, : session.params.fan_out]
         for row, node in enumerate(nodes):
-            if node in session.tree and node in session.kv_nodes:
-                ids, probs = candidates.token_ids_RF[row], expanded.probs_RF[row]
-                chosen = [place for place in order_RF[row] if ids[place] != NO_TOKEN]
-                session.tree.add_children(node, ids[chosen].tolist(), probs[chosen].tolist())
+            if node not in session.tree or node not in session.kv_nodes:
+                continue
+            ids, probs = candidates.token_ids_RF[row], expanded.probs_RF[row]
+            chosen = [place for place in order_RF[row] if ids[place] != NO_TOKEN]
+            session.tree.add_children(node, ids[chosen].tolist(), probs[chosen].tolist())
             session.expansions.add(
                 node,
                 Expansion(
                     anchor=job.expand.anchor,
                     depth=int(job.expand.contexts.depth_R[row]),
                     features_K=expanded.features_RK[row],
-                    candidate_ids_F=candidates.token_ids_RF[row],
+                    candidate_ids_F=ids,
                     scores_F=candidates.scores_RF[row],
                     log_probs_F=candidates.log_probs_RF[row],
                     echo_F=expanded.echo_RF[row],

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 
 from foredraft.infer.config import read_config, run_command, save_resolved
-from foredraft.infer.drafter_card import DrafterCard, drafter_sha256, read_drafter_card
+from foredraft.infer.drafter_card import DrafterCard, drafter_sha256, family_of, read_drafter_card
 from foredraft.infer.drafters import Drafter, load_drafter
 from foredraft.infer.features import FEATURES
 from foredraft.infer.identity import check_tokenizer, sha256_of_json
@@ -112,7 +112,7 @@ def make_manifest(recipe: OutcomesRecipe, log: TargetLog, card: DrafterCard | No
         tokenizer_sha256=log.manifest.tokenizer_sha256,
         recipe={**asdict(recipe), "parts": list(recipe.parts)},
         num_shards=log.manifest.num_shards,
-        family=card.family if card else "lm",
+        family=family_of(card),
         drafter_sha256=drafter_sha256(recipe.drafter),
         log_sha256=sha256_of_json([entry.sha256 for entry in log.manifest.shards]),
         features=list(FEATURES),

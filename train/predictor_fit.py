@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from foredraft.infer.outcome_records import OutcomeRecords
-from foredraft.infer.predictor import OutcomePredictor
+from foredraft.infer.predictor import OutcomePredictor, rescale
 from foredraft.train.recipe import PredictorRecipe
 from foredraft.train.splits import fraction_of
 
@@ -150,14 +150,10 @@ def _least_cross_entropy(predictor: OutcomePredictor, examples: Examples) -> tup
         log_probs_NF1 = predictor.raw(*examples.inputs)
     pair = torch.tensor([1.0, 0.0], requires_grad=True)
     optimizer = torch.optim.LBFGS([pair], line_search_fn="strong_wolfe")
-    is_other_F1 = torch.zeros(log_probs_NF1.shape[1])
-    is_other_F1[-1] = 1.0
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        logits_NF1 = pair[0] * log_probs_NF1.clamp(min=-60.0) + pair[1] * is_other_F1
-        logits_NF1 = logits_NF1.masked_fill(torch.isinf(log_probs_NF1), -torch.inf)
-        loss = nn.functional.cross_entropy(logits_NF1, examples.labels_N)
+        loss = nn.functional.nll_loss(rescale(log_probs_NF1, pair[0], pair[1]), examples.labels_N)
         loss.backward()
         return loss
 

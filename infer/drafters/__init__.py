@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from foredraft.infer.drafter_card import read_drafter_card
+from foredraft.infer.drafter_card import family_of, read_drafter_card
 from foredraft.infer.hub import local_folder
 from foredraft.infer.params import EngineConfig, SamplingParams
 
@@ -90,7 +90,7 @@ def load_drafter(source: str, config: EngineConfig) -> Drafter:
         ValueError: nothing there, or a family that this version does not know.
     """
     card = read_drafter_card(source)
-    family = card.family if card else "lm"
+    family = family_of(card)
     if family not in FAMILIES:
         raise ValueError(
             f"drafter {source} is of family {family!r}; this version knows {', '.join(FAMILIES)}"
