@@ -11,6 +11,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
+
+# before anything imports triton, which decides once; where there is a GPU the kernels are compiled
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import json
 import shutil
 import subprocess
@@ -23,7 +29,6 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -291,3 +296,28 @@ def smollm2() -> Path:
     if not (SMOLLM2 / "model.safetensors").exists():
         pytest.skip(f"{SMOLLM2} is missing: run `make model`")
     return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> str:
+    """Where tests of kernels put their tensors: a GPU, or the CPU under Triton's interpreter."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what `torch.empty` and its like return with NaN or the lowest integer: all must be written."""
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            if tensor.dtype == torch.bool:
+                return tensor.fill_(True)
+            value = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+            return tensor.fill_(value)
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
