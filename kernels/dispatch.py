@@ -22,6 +22,8 @@ from typing import Literal, ParamSpec, TypeVar, cast
 
 import torch
 
+from foredraft.kernels import verify_walk_ref
+
 P = ParamSpec("P")
 T = TypeVar("T")
 Implementation = Literal["reference", "fast", "triton"]
@@ -77,3 +79,4 @@ def _choose(first: torch.Tensor, *, has_fast: bool) -> Implementation:
 def _triton(name: str) -> Callable[..., object]:
     """Imported on first use: Triton exists on Linux only."""
     return getattr(importlib.import_module(f"foredraft.kernels.{name}_triton"), name)
+verify_walk = dispatched(verify_walk_ref.verify_walk)
