@@ -14,8 +14,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from foredraft.infer.kv_storage import KVStorage, LayerShape
-from foredraft.kernels.kv_move_ref import kv_write
-from foredraft.kernels.tree_attention_ref import AttentionPlan, tree_attention
+from foredraft.kernels.dispatch import kv_write, tree_attention
+from foredraft.kernels.tree_batch import Scoring, TreeBatch
 
 ATTENTION_NAME = "foredraft"
 
@@ -24,7 +24,7 @@ ATTENTION_NAME = "foredraft"
 class PagedContext:
     """What every layer of one step shares; passed to the model as `paged_context`."""
 
-    plan: AttentionPlan
+    batch: TreeBatch
     storage: KVStorage
 
 
@@ -65,18 +65,12 @@ def paged_attention(
         num_groups = query.shape[1] // key.shape[1]
         return value.repeat_interleave(num_groups, 1).transpose(1, 2).contiguous(), None
     keys_NKD, values_NKD = context.storage.keys(layer), context.storage.values(layer)
-    kv_write(keys_NKD, context.plan.write_slots_R, key[0].transpose(0, 1))
-    kv_write(values_NKD, context.plan.write_slots_R, value[0].transpose(0, 1))
-    window = kwargs.get("sliding_window")
-    output_RHD = tree_attention(
-        query[0].transpose(0, 1),
-        keys_NKD,
-        values_NKD,
-        context.plan.within(window) if window else context.plan,
-        query.shape[3] ** -0.5 if scaling is None else scaling,
-        kwargs.get("softcap"),
-        kwargs.get("s_aux"),
-    )
+    key_RKD, value_RKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    kv_write(keys_NKD, values_NKD, context.batch.write_slots_R, key_RKD, value_RKD)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, kwargs.get("softcap"), kwargs.get("sliding_window"))
+    query_RHD = query[0].transpose(0, 1)
+    output_RHD = tree_attention(query_RHD, keys_NKD, values_NKD, context.batch, scoring, kwargs.get("s_aux"))
     return output_RHD[None], None
 
 

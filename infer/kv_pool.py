@@ -218,6 +218,14 @@ class KVPool:
         """Nodes of the suffix, parents before children; the i-th has bit i in ancestor_bits."""
         return list(self._sequences[seq].suffix)
 
+    def pages(self, seq: int) -> list[int]:
+        """Pages of the prefix in order."""
+        return list(self._sequences[seq].pages)
+
+    def suffix_slots(self, seq: int) -> list[int]:
+        """Slots of the suffix's nodes, in order of their bits."""
+        return [node.slot for node in self._sequences[seq].suffix.values()]
+
     def slot(self, seq: int, node: int) -> int:
         """Slot of a suffix node."""
         return self._sequences[seq].suffix[node].slot

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from foredraft.kernels.kv_move_ref import kv_move
+from foredraft.kernels.dispatch import kv_commit
 
 
 class LayerShape(NamedTuple):
@@ -50,6 +50,6 @@ class KVStorage:
         for source, destination in batches:
             for stack_BNKD in self.stacks:
                 device = stack_BNKD.device
-                kv_move(
+                kv_commit(
                     stack_BNKD, torch.from_numpy(source).to(device), torch.from_numpy(destination).to(device)
                 )

@@ -18,8 +18,9 @@ from foredraft.infer.gguf import load_gguf
 from foredraft.infer.kv_pool import MAX_SUFFIX, KVPool
 from foredraft.infer.kv_storage import KVStorage, LayerShape
 from foredraft.infer.params import EngineConfig
-from foredraft.infer.step_plan import Row, StepPlan, plan_prefill, plan_step
-from foredraft.kernels.tree_attention_ref import AttentionPlan
+from foredraft.infer.step_graph import GraphStep, StepInputs
+from foredraft.infer.step_plan import Row, StepPlan, StepShape, plan_prefill, plan_step
+from foredraft.kernels.tree_batch import TreeBatch
 
 DEFAULT_CONTEXT = 16384  # positions that the default pool holds at most
 
@@ -34,7 +35,6 @@ class PagedModel:
         self.model = model.eval()
         self.row_bucket = config.row_bucket
         self.prefill_chunk = config.prefill_chunk
-        self.num_lanes = config.lanes or config.row_bucket
         self.device = next(model.parameters()).device
         layers = probe(model)
         text_config = model.config.get_text_config()
@@ -44,6 +44,13 @@ class PagedModel:
         num_pages = config.num_pages or context_pages + num_reserved_pages(config.page_size)
         self.pool = KVPool(num_pages, config.page_size)
         self.storage = KVStorage(layers, num_pages * config.page_size, model.dtype, self.device)
+        is_static = uses_graphs(config, self.device)
+        sizes = {"num_pages": context_pages, "num_nodes": MAX_SUFFIX} if is_static else {}
+        num_sequences = config.row_bucket if is_static else 0
+        lanes = config.lanes or config.row_bucket
+        self.step_shape = StepShape(config.row_bucket, lanes, num_sequences=num_sequences, **sizes)
+        self.prefill_shape = StepShape(config.prefill_chunk, config.prefill_chunk, num_sequences=1, **sizes)
+        self.forward = GraphStep(self._forward, self.device) if is_static else self._forward
         self.num_forwards = 0
         self.num_prefill_chunks = 0
 
@@ -67,7 +74,7 @@ class PagedModel:
         for row in rows:
             if row.node is None and row.position is None:
                 self.pool.extend(row.seq, 1)
-        return plan_step(self.pool, rows, self.row_bucket, self.num_lanes)
+        return plan_step(self.pool, rows, self.step_shape)
 
     def prefill_room(self, seq: int) -> int:
         """Tokens that the next prefill step can take: up to the next multiple of `prefill_chunk`."""
@@ -76,7 +83,7 @@ class PagedModel:
     def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> StepPlan:
         """Bookkeeping of one prefill step; appends at most `prefill_room(seq)` tokens to the prefix."""
         self.pool.extend(seq, len(token_ids))
-        return plan_prefill(self.pool, seq, token_ids, self.prefill_chunk)
+        return plan_prefill(self.pool, seq, token_ids, self.prefill_shape)
 
     @torch.inference_mode()
     def run(
@@ -97,17 +104,20 @@ class PagedModel:
             Logits float32 [rows, V].
         """
         self.storage.move(moves)
-        context = PagedContext(self._to_tensors(plan), self.storage)
-        output = self.model(
-            input_ids=self._tensor(plan.tokens)[None],
-            position_ids=self._tensor(plan.positions)[None],
-            use_cache=False,
-            logits_to_keep=0 if keep_rows is None else self._tensor(np.asarray(keep_rows)),
-            paged_context=context,
-        )
+        logits_RV = self.forward(self._inputs(plan, keep_rows))
         self.num_forwards += 1
-        logits_RV = output.logits[0]
         return (logits_RV[: plan.num_rows] if keep_rows is None else logits_RV).float()
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        """The model on one step's inputs, on its device; logits [rows, V]."""
+        output = self.model(
+            input_ids=inputs.tokens_R[None],
+            position_ids=inputs.positions_R[None],
+            use_cache=False,
+            logits_to_keep=0 if inputs.keep_rows is None else inputs.keep_rows,
+            paged_context=PagedContext(inputs.batch, self.storage),
+        )
+        return output.logits[0]
 
     def prefill(self, seq: int, token_ids: Sequence[int]) -> torch.Tensor:
         """Append tokens to the committed prefix; logits float32 [V] after the last one."""
@@ -126,24 +136,41 @@ class PagedModel:
         plan = self.plan(rows)
         return self.run(plan, self.pool.drain_moves())
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        """An array of a plan on the model's device."""
-        return torch.from_numpy(array).to(self.device)
+    def _inputs(self, plan: StepPlan, keep_rows: Sequence[int] | None) -> StepInputs:
+        """A plan as tensors: on the host for a step that sends them itself, else on the model's device."""
+        device = "cpu" if isinstance(self.forward, GraphStep) else self.device
 
-    def _to_tensors(self, plan: StepPlan) -> AttentionPlan:
-        """The attention part of a step plan on the model's device."""
-        return AttentionPlan(
-            write_slots_R=self._tensor(plan.write_slots),
-            item_slots_I64=self._tensor(plan.item_slots),
-            item_seq_I=self._tensor(plan.item_seq),
-            item_start_I=self._tensor(plan.item_start),
-            tail_mask_JL64=self._tensor(plan.tail_mask),
-            lane_rows_SL=self._tensor(plan.lane_rows),
-            lane_positions_SL=self._tensor(plan.lane_positions),
-            row_lane_R=self._tensor(plan.row_lane),
-            part_items_RP=self._tensor(plan.part_items),
-            part_missing_RP=self._tensor(plan.part_missing),
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        batch = TreeBatch(
+            write_slots_R=tensor(plan.write_slots),
+            row_seq_R=tensor(plan.row_seq),
+            row_lane_R=tensor(plan.row_lane),
+            row_position_R=tensor(plan.positions.astype(np.int32)),
+            row_prefix_R=tensor(plan.row_prefix),
+            row_ancestors_RW=tensor(plan.row_ancestors),
+            lane_rows_SL=tensor(plan.lane_rows),
+            num_shared_S=tensor(plan.num_shared),
+            pages_SP=tensor(plan.pages),
+            suffix_slots_SX=tensor(plan.suffix_slots),
+            page_size=self.pool.page_size,
+            is_prefill=plan.is_prefill,
         )
+        kept = None if keep_rows is None else tensor(np.asarray(keep_rows))
+        return StepInputs(tensor(plan.tokens), tensor(plan.positions), kept, batch)
+
+
+def uses_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Whether steps are captured.
+
+    Raises:
+        ValueError: asked for where there is no GPU.
+    """
+    is_gpu = device.type == "cuda"
+    if config.step == "graph" and not is_gpu:
+        raise ValueError(f"step graph needs a CUDA device, the model is on {device}; use step eager or auto")
+    return is_gpu and config.step != "eager"
 
 
 def num_reserved_pages(page_size: int) -> int:

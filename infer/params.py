@@ -12,6 +12,7 @@ BlockShape = Literal["chain", "tree"]
 MissPolicy = Literal["wait", "ngram", "plain"]
 ExpandPolicy = Literal["auto", "confidence", "confidence-q", "predictor"]  # auto: the best that is there
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+StepMode = Literal["auto", "eager", "graph"]  # auto: graph on a GPU, else eager
 
 
 def require(condition: bool, name: str, expected: str, found: object) -> None:
@@ -104,6 +105,7 @@ class EngineConfig:
     draft_rows: int = 16  # rows of every drafter step: nodes that one expansion takes at most
     prefill_chunk: int = 64  # tokens of a prefill step, aligned to absolute position
     page_size: int = 64  # tokens of a KV page
+    step: StepMode = "auto"  # graph: a step is captured once as a CUDA graph, then replayed
     num_pages: int = 0  # 0: enough for one context of the model's length, at most 16384 tokens
     revision: str | None = None  # of the target on the Hub
     trust_remote_code: bool = False
@@ -132,6 +134,7 @@ class EngineConfig:
         )
         is_time = all(seconds > 0.0 for seconds in self.verify_seconds)
         require(is_time, "verify_seconds", "positive seconds", self.verify_seconds)
+        require_choice(StepMode, "step", self.step)
         require(self.num_pages >= 0, "num_pages", "0 (automatic) or positive", self.num_pages)
 
     @property

@@ -22,7 +22,7 @@ from typing import Literal, ParamSpec, TypeVar, cast
 
 import torch
 
-from foredraft.kernels import verify_walk_ref
+from foredraft.kernels import kv_commit_ref, kv_write_ref, tree_attention_ref, verify_walk_ref
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,4 +79,9 @@ def _choose(first: torch.Tensor, *, has_fast: bool) -> Implementation:
 def _triton(name: str) -> Callable[..., object]:
     """Imported on first use: Triton exists on Linux only."""
     return getattr(importlib.import_module(f"foredraft.kernels.{name}_triton"), name)
+
+
+kv_commit = dispatched(kv_commit_ref.kv_commit)
+kv_write = dispatched(kv_write_ref.kv_write)
+tree_attention = dispatched(tree_attention_ref.tree_attention)
 verify_walk = dispatched(verify_walk_ref.verify_walk)

@@ -20,24 +20,39 @@ SPLIT = 64  # keys are reduced in splits of this many positions, aligned to abso
 NO_ROW = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What one layer does between the product of query and key and the softmax."""
+
+    scale: float  # factor of the product, usually D ** -0.5
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma 2)
+    window: int | None = None  # a row sees its last `window` positions, its own included
+
+
 @dataclass
 class TreeBatch:
     """Rows of one step and their keys. Built by `foredraft.infer.step_plan`.
 
     A row's keys in logical order: positions 0 .. row_prefix - 1 of its sequence, then its ancestors by depth,
-    itself last where it is a node. Rows of padding see their own scratch slot only.
+    itself last where it is a node: row_position + 1 keys in all. A row of padding has no keys (row_prefix 0,
+    no ancestors), and an attention output of 0.
     """
 
-    write_slots_R: torch.Tensor  # int64, slot of each row's own key and value
+    write_slots_R: torch.Tensor  # int64, slot of each row's own key and value; of padding: scratch
     row_seq_R: torch.Tensor  # int32
     row_lane_R: torch.Tensor  # int32
+    row_position_R: torch.Tensor  # int32, absolute position of the row's token; 0 of padding
     row_prefix_R: torch.Tensor  # int32, committed positions that the row sees
     row_ancestors_RW: torch.Tensor  # int64 words
     lane_rows_SL: torch.Tensor  # int32, row in each lane, NO_ROW where empty
     num_shared_S: torch.Tensor  # int32, whole splits of the prefix that all rows of a sequence see
-    pages_SP: torch.Tensor  # int32
-    suffix_slots_SX: torch.Tensor  # int32; any slot beyond the suffix
+    pages_SP: torch.Tensor  # int32, pages of the prefix in order; any page beyond
+    suffix_slots_SX: torch.Tensor  # int32, slots of the suffix's nodes; any slot beyond
     page_size: int
-    max_positions: int  # no row has more keys: bounds the work that is launched
     is_prefill: bool = False  # the rows are consecutive committed positions of one sequence
     derived: dict[Any, Any] = field(default_factory=dict)  # what an implementation makes of it, once a step
+
+    @property
+    def max_positions(self) -> int:
+        """No row has more keys: bounds the work of a launch without a look at the device."""
+        return self.pages_SP.shape[1] * self.page_size + self.suffix_slots_SX.shape[1]
