@@ -98,8 +98,17 @@ class PackedInputs:
         self.device.copy_(self.host, non_blocking=True)
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """A captured step: fill `packed`, replay, read `output`."""
+
+    packed: PackedInputs
+    replay: Callable[[], None]
+    output: torch.Tensor
+
+
 class GraphStep:
-    """Runs steps by replay. A shape whose capture fails runs eagerly from then on, which is said once.
+    """Runs steps by replay. A model that cannot be captured runs eagerly, which is said once.
 
     Args:
         forward: the model on one step's inputs.
@@ -111,37 +120,38 @@ class GraphStep:
         self._forward = forward
         self._device = device
         self._capture = capture
-        self._captured: dict[tuple, tuple[PackedInputs, Callable[[], None] | None, torch.Tensor | None]] = {}
+        self._captured: dict[tuple, _Captured] = {}
+        self._is_refused = False
 
     @property
     def num_captured(self) -> int:
         """Shapes that are replayed."""
-        return sum(replay is not None for _, replay, _ in self._captured.values())
+        return len(self._captured)
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [rows, V] of inputs on the host; on the device, valid until the next step of that shape."""
+        """Logits [rows, V] on the device, for inputs on the host."""
         key = (*(tensor.shape for tensor in inputs.tensors()), inputs.batch.is_prefill)
-        if key not in self._captured:
-            packed = PackedInputs(inputs, self._device)
-            packed.send(inputs)
-            self._captured[key] = (packed, *self._try_capture(packed))
-        packed, replay, output = self._captured[key]
-        packed.send(inputs)
-        if replay is None or output is None:
-            return self._forward(packed.inputs.with_tensors(packed.inputs.tensors()))
-        replay()
-        return output
+        captured = self._captured.get(key)
+        if captured is None and not self._is_refused:
+            captured = self._try_capture(inputs, key)
+        if captured is None:
+            tensors = [tensor.to(self._device) for tensor in inputs.tensors()]
+            return self._forward(inputs.with_tensors(tensors))
+        captured.packed.send(inputs)
+        captured.replay()
+        return captured.output.clone()
 
-    def _try_capture(self, packed: PackedInputs) -> tuple[Callable[[], None] | None, torch.Tensor | None]:
-        """What replays the step and what it fills; nothing where the model cannot be captured."""
+    def _try_capture(self, inputs: StepInputs, key: tuple) -> _Captured | None:
+        packed = PackedInputs(inputs, self._device)
+        packed.send(inputs)
 
         def run() -> torch.Tensor:
             # what is derived of a batch must be derived again in every replay
             return self._forward(packed.inputs.with_tensors(packed.inputs.tensors()))
 
         try:
-            return self._capture(run)
+            self._captured[key] = _Captured(packed, *self._capture(run))
         except RuntimeError as error:
             logger.warning("this model's step cannot be captured as a CUDA graph, it runs eagerly: %s", error)
-            torch.cuda.synchronize(self._device) if self._device.type == "cuda" else None
-            return None, None
+            self._is_refused = True
+        return self._captured.get(key)

@@ -24,8 +24,8 @@ from foredraft.kernels.tree_batch import SPLIT, Scoring, TreeBatch
 
 SPAN = 8  # splits; part of the numerical identity
 MAX_BLOCK = 64  # rows of a tile of queries, unless one group needs more
-NUM_WARPS = 4
 NO_WINDOW = 1 << 30
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def tree_attention(
@@ -53,6 +53,7 @@ def tree_attention(
     num_spans = triton.cdiv(batch.pages_SP.shape[1] * batch.page_size, SPAN * SPLIT)
     peaks_PRH, masses_PRH, accs_PRHE = _states(batch, (num_spans, num_rows, num_heads), value_dim)
     sizes = _sizes(num_heads // num_kv_heads, num_lanes, pool_key_NKD.shape, value_dim)
+    num_warps = num_warps_of(pool_key_NKD.dtype)
     shared = {
         "stride_row": query_RHD.stride(0),
         "stride_head": query_RHD.stride(1),
@@ -78,7 +79,7 @@ def tree_attention(
         masses_PRH,
         accs_PRHE,
         NUM_LANES=num_lanes,
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         **shared,
     )
     output_RHE = torch.empty(num_rows, num_heads, value_dim, dtype=query_RHD.dtype, device=query_RHD.device)
@@ -99,10 +100,15 @@ def tree_attention(
         output_RHE,
         NUM_NODES=path_slots_RX.shape[1],
         HAS_SINKS=sinks_H is not None,
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         **shared,
     )
     return output_RHE
+
+
+def num_warps_of(dtype: torch.dtype) -> int:
+    """Without tensor cores a tile of float32 takes the registers of eight warps."""
+    return 8 if dtype == torch.float32 else 4
 
 
 def _sizes(group: int, num_lanes: int, pool_shape: torch.Size, value_dim: int) -> dict[str, int]:
@@ -180,7 +186,7 @@ def compile_cases() -> list[CompileCase]:
                     kernel,
                     _signature(kernel.arg_names, dtype),
                     flags | own,
-                    num_warps=NUM_WARPS,
+                    num_warps=num_warps_of(DTYPES[dtype]),
                     uses_matrix_instructions=dtype != "fp32",
                 )
             )

@@ -37,24 +37,29 @@ class Items:
     def within(self, window: int) -> Items:
         """The same step for a layer that sees the last `window` keys.
 
-        Items out of every lane's reach are left out, the others masked; splits keep their absolute places.
+        Items out of every lane's reach are left out, those at its edge masked; splits keep their places.
         """
-        num_items, num_tails = self.seq_I.numel(), self.tail_mask_JL64.shape[0]
         first_visible_SL = self.lane_positions_SL - window + 1
         in_reach_I = self.start_I + SPLIT > first_visible_SL.amin(1)[self.seq_I]
-        kept = in_reach_I.nonzero().squeeze(1)
-        key_positions_I164 = self.start_I[kept, None, None] + torch.arange(SPLIT, device=kept.device)
-        mask_IL64 = key_positions_I164 >= first_visible_SL[self.seq_I[kept]][:, :, None]
-        is_tail = kept >= num_items - num_tails
-        mask_IL64[is_tail] &= self.tail_mask_JL64[kept[is_tail] - (num_items - num_tails)]
-        new_index = torch.zeros(num_items, dtype=torch.long, device=kept.device)
+        first_tail = self.seq_I.numel() - self.tail_mask_JL64.shape[0]
+        is_masked_I = self.start_I < first_visible_SL.amax(1)[self.seq_I]
+        is_masked_I[first_tail:] = True
+        whole, masked = (
+            part.nonzero().squeeze(1) for part in (in_reach_I & ~is_masked_I, in_reach_I & is_masked_I)
+        )
+        key_positions_J164 = self.start_I[masked, None, None] + torch.arange(SPLIT, device=masked.device)
+        mask_JL64 = key_positions_J164 >= first_visible_SL[self.seq_I[masked]][:, :, None]
+        is_tail = masked >= first_tail
+        mask_JL64[is_tail] &= self.tail_mask_JL64[masked[is_tail] - first_tail]
+        kept = torch.cat([whole, masked])
+        new_index = torch.zeros_like(self.seq_I)
         new_index[kept] = torch.arange(kept.numel(), device=kept.device)
         return replace(
             self,
             slots_I64=self.slots_I64[kept],
             seq_I=self.seq_I[kept],
             start_I=self.start_I[kept],
-            tail_mask_JL64=mask_IL64,
+            tail_mask_JL64=mask_JL64,
             part_items_RP=new_index[self.part_items_RP],
             part_missing_RP=self.part_missing_RP | ~in_reach_I[self.part_items_RP],
         )
