@@ -245,7 +245,7 @@ class Engine:
             tokens=list(token_ids),
             params=params,
             seq=model.pool.begin(),
-            sampler=CoupledSampler(params, model.vocab_size),
+            sampler=CoupledSampler(params, token_ids),
             stopping=StopChecker(self.target.tokenizer, self.target.eos_ids, params),
             stats=RequestStats(mode),
             speculation=speculation,
@@ -292,7 +292,7 @@ class Engine:
         num_chunks = model.num_prefill_chunks
         with self.trace.span("prefill", request=request.id, tokens=request.num_prompt):
             logits_V = model.prefill(request.seq, request.tokens)
-            first = request.sampler.choose(logits_V[None], [request.num_prompt], [request.tokens])
+            first = request.sampler.choose(logits_V[None], [request.num_prompt], [[]]).tolist()
         self._settle(request, first)
         request.stats.prefill_chunks = model.num_prefill_chunks - num_chunks
         request.stats.seconds_prefill = time.perf_counter() - started
@@ -337,8 +337,9 @@ class Engine:
             [Row(request.seq, token, node) for token, node in zip(tokens, nodes, strict=True)]
         )
         positions = [request.root_position + 1 + depth for depth in [0, *depths(block)]]
-        seen = [request.tokens + path for path in [[], *paths(block)]] if request.sampler.needs_seen else []
-        verdict = walk(block, request.sampler.choose(logits_RV, positions, seen))
+        settled = request.tokens[request.num_prompt :] if request.sampler.needs_outputs else []
+        outputs = [settled + path for path in [[], *paths(block)]]
+        verdict = walk(block, request.sampler.choose(logits_RV, positions, outputs))
         request.planner.observe(len(block.nodes), len(verdict.settled))
         model.pool.commit(request.seq, [nodes[0], *(nodes[index + 1] for index in verdict.accepted)])
         return replace(guess, block=block), verdict.settled

@@ -46,6 +46,9 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     seed: int | None = None  # None: a random one is drawn and returned
     choice: int = 0  # index of the completion when several are drawn from one seed
     stop: tuple[str, ...] = ()
@@ -58,6 +61,10 @@ class SamplingParams:
         require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
         require(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
         require(self.repetition_penalty > 0.0, "repetition_penalty", "positive", self.repetition_penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]", getattr(self, name))
+        is_bias = all(token >= 0 and -100.0 <= bias <= 100.0 for token, bias in self.logit_bias)
+        require(is_bias, "logit_bias", "token ids with values in [-100, 100]", self.logit_bias)
         require(self.seed is None or 0 <= self.seed < 2**64, "seed", "in [0, 2^64)", self.seed)
         require(0 <= self.choice < 2**32, "choice", "in [0, 2^32)", self.choice)
         require(all(self.stop), "stop", "non-empty strings", self.stop)

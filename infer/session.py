@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates, Wanted
+from foredraft.infer.drafters import Candidates
 from foredraft.infer.echo import Echo
 from foredraft.infer.expansions import Expansions
 from foredraft.infer.features import NodeContexts
@@ -18,6 +18,7 @@ from foredraft.infer.params import ExpandPolicy, SpeculationParams
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import StepPlan
 from foredraft.infer.tree import SpeculationTree
+from foredraft.kernels.draws import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Expand:
     paths: list[list[int]]  # tokens below the root, of every node
     echo: Echo  # of the settled text; an outcome may prolong it while the job runs
     contexts: NodeContexts
-    want: Wanted
+    draws: list[Draw]
+    fan_out: int
     policy: ExpandPolicy
 
 

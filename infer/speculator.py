@@ -15,7 +15,7 @@ from typing import Literal, Self
 import numpy as np
 
 from foredraft.infer.drafter_card import drafter_sha256, family_of, read_drafter_card
-from foredraft.infer.drafters import Candidates, Drafter, Wanted, load_drafter
+from foredraft.infer.drafters import Candidates, Drafter, load_drafter
 from foredraft.infer.echo import Echo
 from foredraft.infer.expansions import Expansion
 from foredraft.infer.features import node_features
@@ -25,6 +25,7 @@ from foredraft.infer.params import EngineConfig, ExpandPolicy, SamplingParams, S
 from foredraft.infer.predictor import OutcomePredictor, load_predictor
 from foredraft.infer.prompts import hash_prompt
 from foredraft.infer.recorder import MIN_FAN_OUT, OutcomeRecorder
+from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.session import Expand, Expanded, Job, Session
 from foredraft.infer.step_plan import Row
 from foredraft.infer.tree import Advance, Block, SpeculationTree
@@ -113,7 +114,7 @@ class Speculator:
             tokens=list(tokens),
             seq=self.drafter.pool.begin(),
             tree=SpeculationTree(tokens[-1], max_depth=self.drafter.max_depth),
-            sampler=self.drafter.sampler(sampling),
+            sampler=CoupledSampler(sampling, tokens[:num_prompt]),
             params=replace(params, policy=policy),
             pending=list(tokens[:-1]),
             prompt_hash=hash_prompt(tokens[:num_prompt]),
@@ -279,15 +280,18 @@ class Speculator:
         """What is to be found out about nodes."""
         tree, sampler, params = session.tree, session.sampler, session.params
         paths = [tree.path_tokens(node) for node in nodes]
-        seen = [session.tokens + path for path in paths] if sampler.needs_seen else []
-        want = Wanted(
-            sampler=sampler,
-            positions=[session.root_position + tree.depth(node) + 1 for node in nodes],
-            seen=seen,
+        positions = [session.root_position + tree.depth(node) + 1 for node in nodes]
+        settled = session.tokens[len(sampler.prompt) :] if sampler.needs_outputs else []
+        return Expand(
+            nodes=nodes,
+            anchor=session.root_position,
+            paths=paths,
+            echo=session.echo,
+            contexts=session.expansions.contexts(tree, nodes, sampler.params.temperature),
+            draws=sampler.draws(positions, [settled + path for path in paths]),
             fan_out=max(params.fan_out, self.fan_out),
+            policy=params.policy,
         )
-        contexts = session.expansions.contexts(tree, nodes, sampler.params.temperature)
-        return Expand(nodes, session.root_position, paths, session.echo, contexts, want, params.policy)
 
     @staticmethod
     def _forget_evicted(session: Session, evicted: list[int]) -> None:
@@ -304,7 +308,7 @@ class Speculator:
             self.drafter.prefill(job.plan, job.moves)
             return None
         expand = job.expand
-        candidates = self.drafter.expand(job.plan, job.moves, [expand.want])
+        candidates = self.drafter.expand(job.plan, job.moves, expand.draws, expand.fan_out)
         features_RK = node_features(candidates, expand.contexts)
         pairs = zip(expand.paths, candidates.token_ids_RF, strict=True)
         echo_RF = np.stack([expand.echo.bits(path, ids_F) for path, ids_F in pairs])

@@ -6,10 +6,14 @@ choice. What it settles is what plain decoding would have chosen one by one, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
 from foredraft.infer.tree import Block
+from foredraft.kernels import dispatch
+from foredraft.kernels.host_copy import to_device
 
 
 class Verdict(NamedTuple):
@@ -19,25 +23,20 @@ class Verdict(NamedTuple):
     settled: list[int]  # their tokens and the bonus token
 
 
-def walk(block: Block, chosen: Sequence[int]) -> Verdict:
-    """Follow the guesses that equal the target's choices.
+def walk(block: Block, chosen_M: torch.Tensor) -> Verdict:
+    """Follow the guesses that equal the target's choices; one copy from the device.
 
     Args:
         block: n guesses.
-        chosen: n + 1 tokens: the target's choice after the root, then after every guess.
+        chosen_M: int64 [n + 1], the target's choice after the root, then after every guess.
     """
-    child_of = {
-        (parent, token): index
-        for index, (parent, token) in enumerate(zip(block.parents, block.tokens, strict=True))
-    }
-    accepted: list[int] = []
-    settled = [chosen[0]]
-    current = child_of.get((-1, settled[-1]))
-    while current is not None:
-        accepted.append(current)
-        settled.append(chosen[current + 1])
-        current = child_of.get((current, settled[-1]))
-    return Verdict(accepted, settled)
+    guesses_2N = to_device(np.array([block.tokens, block.parents], np.int64), chosen_M.device)
+    walked = dispatch.verify_walk(guesses_2N[:1], guesses_2N[1:], chosen_M[None])
+    num_accepted, bonus, *path = torch.cat(
+        [walked.num_accepted_S, walked.bonus_S, walked.path_SN[0]]
+    ).tolist()
+    accepted = path[:num_accepted]
+    return Verdict(accepted, [*(block.tokens[index] for index in accepted), bonus])
 
 
 def depths(block: Block) -> list[int]:

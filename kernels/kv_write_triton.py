@@ -62,6 +62,7 @@ def kv_write(
             "expected rows whose last dimension is contiguous, found strides "
             f"{key_RKD.stride()} and {value_RKE.stride()}"
         )
+    num_heads, key_dim = key_RKD.shape[1:]
     _write_kernel[(slots_R.shape[0],)](
         pool_key_NKD,
         pool_value_NKE,
@@ -70,7 +71,7 @@ def kv_write(
         value_RKE,
         *key_RKD.stride()[:2],
         *value_RKE.stride()[:2],
-        **_sizes(*key_RKD.shape[1:], value_RKE.shape[2]),
+        **_sizes(num_heads, key_dim, value_RKE.shape[2]),
     )
 
 

@@ -4,17 +4,28 @@ The noise of a token is a function of (seed, position, choice, token) alone, so 
 same noise without talking, and one row serves every tree node at that position (Gumbel coupling: Daliri,
 Musco, Suresh, arXiv 2408.07978).
 
-    bits = Philox4x32-10(key = seed, counter = (token // 4, position, choice, 0))[token % 4]
+    bits = Philox4x32-10(key = seed, counter = (token // 4, position, choice, role))[token % 4]
     v = min((float32(bits) + 0.5) * 2^-32, 1 - 2^-24)
     g = -log(-log1p(-v))
+
+The role is 0; rejection verification (rejection_verify_ref.py) draws from other streams by other roles:
+
+    0  coupled noise    1  U, from token 0    2  g of the target's own draw    3  g of the drafter's
 
 Generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from foredraft.kernels.draws import Draw
+
+COUPLED_ROLE, ACCEPT_ROLE, RESIDUAL_ROLE, DRAFT_ROLE = 0, 1, 2, 3
 MULTIPLIER_0, MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
@@ -68,3 +79,20 @@ def gumbel_row(seed: int, position: int, choice: int, vocab_size: int) -> np.nda
     counter_N4[:, 1] = position
     counter_N4[:, 2] = choice
     return gumbel(philox4x32(seed, counter_N4).reshape(-1)[:vocab_size])
+
+
+def bits_of(draw: Draw, role: int, token_ids: np.ndarray) -> np.ndarray:
+    """Bits uint32 of any tokens int64 [K] in one role."""
+    counter_K4 = np.zeros((len(token_ids), 4), np.uint32)
+    counter_K4[:, 0], counter_K4[:, 1:] = token_ids // 4, (draw.position, draw.choice, role)
+    return np.take_along_axis(philox4x32(draw.seed, counter_K4), (token_ids % 4)[:, None], axis=1)[:, 0]
+
+
+def gumbel_of(draw: Draw, role: int, token_ids: np.ndarray) -> torch.Tensor:
+    """Gumbel noise float32 of tokens int64 [K] in one role."""
+    return torch.from_numpy(gumbel(bits_of(draw, role, token_ids)))
+
+
+def uniform(draw: Draw) -> float:
+    """U of one place: a multiple of 2^-24 in [0, 1)."""
+    return float(bits_of(draw, ACCEPT_ROLE, np.zeros(1, np.int64))[0] >> 8) * 2.0**-24

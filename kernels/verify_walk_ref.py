@@ -47,11 +47,12 @@ def verify_walk(tokens_SN: torch.Tensor, parents_SN: torch.Tensor, chosen_SM: to
             place: index for index, place in reversed(list(enumerate(zip(parents, tokens, strict=True))))
         }
         path: list[int] = []
-        current: int | None = ROOT
-        while (current := child_of.get((current, chosen[current + 1]))) is not None:
+        current = ROOT
+        while (current, chosen[current + 1]) in child_of:
+            current = child_of[current, chosen[current + 1]]
             path.append(current)
         num_accepted.append(len(path))
-        bonus.append(chosen[path[-1] + 1] if path else chosen[0])
+        bonus.append(chosen[current + 1])
         paths.append(path + [NO_GUESS] * (len(tokens) - len(path)))
     return Walked(
         tokens_SN.new_tensor(num_accepted),

@@ -21,7 +21,6 @@ from foredraft.infer.prompts import hash_prompt
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import Row
 from foredraft.train.acceptance import sampling_of
-from foredraft.train.batch_sampler import choose_tokens, top_tokens
 from foredraft.train.collect import collect
 from foredraft.train.continuous import ContinuousDecoder, Job
 from foredraft.train.log_rows import LogRow
@@ -71,12 +70,12 @@ def recipe(tiny_target: Path, prompts_file: Path, tmp_path: Path) -> LogRecipe:
 
 def engine_tokens(model: PagedModel, row: LogRow, eos_id: int, limit: int) -> list[int]:
     """One sequence decoded alone with the row's seed."""
-    sampler = CoupledSampler(sampling_of(row), model.vocab_size)
+    sampler = CoupledSampler(sampling_of(row), row.prompt_ids.tolist())
     tokens = row.prompt_ids.tolist()
     seq = model.pool.begin()
     logits_1V = model.prefill(seq, tokens)[None]
     while True:
-        tokens += sampler.choose(logits_1V, [len(tokens)], [tokens])
+        tokens += sampler.choose(logits_1V, [len(tokens)], [tokens[row.first_position :]]).tolist()
         if tokens[-1] == eos_id or len(tokens) - row.first_position == limit:
             model.pool.free(seq)
             return tokens[row.first_position :]
@@ -195,46 +194,6 @@ def test_hashed_split_is_about_the_fraction(tmp_path: Path, tiny_target: Path) -
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     prompts = read_log_prompts(str(path), tokenizer, raw=True, heldout_fraction=0.2)
     assert 70 <= sum(prompt.split == "heldout" for prompt in prompts) <= 130
-
-
-@pytest.mark.parametrize("shape", [(3, 20000, 64), (2, 20017, 8), (4, 100, 64), (1, 5, 64)])
-def test_top_tokens_are_topk(shape: tuple[int, int, int]) -> None:
-    num_rows, vocab_size, width = shape
-    logits_RV = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
-    logits_RV[0, :40] += 10.0
-    top = top_tokens(logits_RV, width)
-    expected = logits_RV.topk(min(width, vocab_size))
-    assert torch.equal(top.logits_RW, expected.values)
-    assert torch.equal(logits_RV.gather(1, top.ids_RW), expected.values)
-
-
-FILTERS: dict[str, dict[str, float]] = {
-    "greedy": {"temperature": 0.0},
-    "plain": {"temperature": 1.0},
-    "nucleus": {"temperature": 0.9, "top_p": 0.8},
-    "wide-nucleus": {"temperature": 3.0, "top_p": 0.99},
-    "top-k": {"temperature": 0.7, "top_k": 5},
-    "all": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
-    "penalty": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
-}
-
-
-@pytest.mark.parametrize("names", [*[[name] for name in FILTERS], list(FILTERS)], ids=[*FILTERS, "mixed"])
-def test_choice_equals_the_engines(names: list[str]) -> None:
-    vocab_size = 20001
-    generator = torch.Generator().manual_seed(1)
-    logits_RV = 3.0 * torch.randn(2 * len(names), vocab_size, generator=generator)
-    # rows peaked like a language model's, and flat ones whose nucleus is wide
-    logits_RV[::2, :30] += 12.0
-    params = [SamplingParams(seed=2**63 + i, **FILTERS[name]) for i, name in enumerate(2 * names)]
-    positions = list(range(7, 7 + len(params)))
-    seen = [[1, 5, row] for row in range(len(params))]
-    chosen = choose_tokens(logits_RV, top_tokens(logits_RV, 256), params, positions, seen)
-    expected = [
-        CoupledSampler(p, vocab_size).choose(logits_RV[row : row + 1], [positions[row]], [seen[row]])[0]
-        for row, p in enumerate(params)
-    ]
-    assert chosen == expected
 
 
 @pytest.fixture

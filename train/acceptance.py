@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from foredraft.infer.params import SamplingParams
+from foredraft.infer.sampler import CoupledSampler
 from foredraft.kernels.coupled_sample_ref import perturbed_scores
-from foredraft.kernels.philox_ref import gumbel_row
+from foredraft.kernels.draws import Draw
 from foredraft.train.batches import collate, trained_length
 from foredraft.train.log_rows import LogRow
 from foredraft.train.student import Student
@@ -54,12 +55,7 @@ def token_ranks(student: Student, row: LogRow, max_length: int) -> np.ndarray:
     length = trained_length(row, max_length)
     logits_TD = student(batch.ids_BT, batch.positions_N)[:length].float()
     tokens_T, columns = batch.targets_N[:length], student.d2t_D
-    scores_TD = perturbed_scores(
-        logits_TD,
-        sampling_of(row),
-        _noise(row, length, student).to(device) if row.temperature > 0.0 else None,
-        _seen(row, length, student).to(device) if row.repetition_penalty != 1.0 else None,
-    )
+    scores_TD = perturbed_scores(logits_TD, _draws(row, length), columns)
     if columns is None:
         places_T, is_inside_T = tokens_T, torch.ones_like(tokens_T, dtype=torch.bool)
     else:
@@ -110,20 +106,9 @@ def _summary(ranks: list[np.ndarray], k: int) -> dict[str, float]:
     return {"positions": len(together), **agreement, "k": k, "tokens_per_verify": tokens_per_verify}
 
 
-def _noise(row: LogRow, length: int, student: Student) -> torch.Tensor:
-    """Noise of every response position over the draft vocabulary, float32 [T, D]."""
-    vocab_size = student.model.config.get_text_config().vocab_size
-    columns = slice(None) if student.d2t_D is None else student.d2t_D.cpu().numpy()
+def _draws(row: LogRow, length: int) -> list[Draw]:
+    """How every response token was drawn."""
+    response = row.response_ids.tolist()
     positions = range(row.first_position, row.first_position + length)
-    noise = [gumbel_row(row.seed, position, row.choice, vocab_size)[columns] for position in positions]
-    return torch.from_numpy(np.stack(noise))
-
-
-def _seen(row: LogRow, length: int, student: Student) -> torch.Tensor:
-    """Tokens of prompt and response before every response position, bool [T, D]."""
-    seen_TV = np.zeros((length, student.model.config.get_text_config().vocab_size), bool)
-    seen_TV[:, row.prompt_ids] = True
-    for place, token in enumerate(row.response_ids[:length]):
-        seen_TV[place + 1 :, token] = True
-    columns = slice(None) if student.d2t_D is None else student.d2t_D.cpu().numpy()
-    return torch.from_numpy(seen_TV[:, columns])
+    sampler = CoupledSampler(sampling_of(row), row.prompt_ids.tolist())
+    return sampler.draws(positions, [response[:place] for place in range(length)])

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates, Drafter, Wanted
+from foredraft.infer.drafters import Candidates, Drafter
 from foredraft.infer.echo import Echo
 from foredraft.infer.features import NodeContexts
 from foredraft.infer.outcome_records import UNKNOWN, OutcomeRecords, label_of
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import Row
+from foredraft.kernels.draws import Draw
 from foredraft.train.acceptance import sampling_of
 from foredraft.train.log_rows import LogRow
 from foredraft.train.replay import concatenate, make_records
@@ -55,10 +56,10 @@ class ChainedResponse:
         """The root, or the last guess."""
         return Row(self.seq, (self.guesses or [self.tokens[self.root]])[-1], self.kv_nodes[-1])
 
-    def wanted(self, fan_out: int) -> Wanted:
-        """Candidates after that row."""
-        seen = [[*self.tokens[: self.root + 1], *self.guesses]] if self.sampler.needs_seen else []
-        return Wanted(self.sampler, [self.root + len(self.guesses) + 1], seen, fan_out)
+    def draw(self) -> Draw:
+        """Of the token after that row."""
+        output = [*self.tokens[self.row.first_position : self.root + 1], *self.guesses]
+        return self.sampler.draws([self.root + len(self.guesses) + 1], [output])[0]
 
 
 class ChainRounds:
@@ -98,7 +99,7 @@ class ChainRounds:
             plan = drafter.plan_prefill(seq, tokens[start:end])
             drafter.prefill(plan, drafter.pool.drain_moves())
             start = end
-        root, sampler = row.first_position, drafter.sampler(sampling_of(row))
+        root, sampler = row.first_position, CoupledSampler(sampling_of(row), row.prompt_ids.tolist())
         return ChainedResponse(row, tokens, seq, sampler, root, Echo(tokens[: root + 1]))
 
     def _round(self, responses: list[ChainedResponse]) -> None:
@@ -117,8 +118,8 @@ class ChainRounds:
             parent = response.kv_nodes[-1] if response.kv_nodes else None
             response.kv_nodes += pool.append(response.seq, [parent]).nodes
         plan = self.drafter.plan_rows([response.row_of_step() for response in responses])
-        wants = [response.wanted(self.fan_out) for response in responses]
-        found = self.drafter.expand(plan, pool.drain_moves(), wants)
+        draws = [response.draw() for response in responses]
+        found = self.drafter.expand(plan, pool.drain_moves(), draws, self.fan_out)
         for index, response in enumerate(responses):
             response.parts.append(
                 Candidates(*(getattr(found, name)[index : index + 1] for name in Candidates.__slots__))

@@ -14,8 +14,11 @@ import torch
 
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import SamplingParams
+from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import Row
-from foredraft.train.batch_sampler import TOP_WIDTH, choose_tokens, top_tokens
+from foredraft.kernels import dispatch
+from foredraft.kernels.coupled_sample_fast import top_columns
+from foredraft.kernels.draws import Draw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,11 @@ class Response:
     def position(self) -> int:
         """Absolute position of the token to choose next."""
         return len(self.job.prompt_ids) + len(self.tokens)
+
+    @property
+    def draw(self) -> Draw:
+        """Of that token."""
+        return CoupledSampler(self.job.params, self.job.prompt_ids).draws([self.position], [self.tokens])[0]
 
 
 def num_pages_for(
@@ -131,18 +139,12 @@ class ContinuousDecoder:
 
     def _record(self, logits_RV: torch.Tensor, responses: list[Response]) -> list[Response]:
         """Choose each row's token and keep its distribution; ends the responses that it completes."""
-        top = top_tokens(logits_RV, max(self.num_kept, TOP_WIDTH))
-        logprobs_RK = top.logits_RW[:, : self.num_kept] - logits_RV.logsumexp(-1, keepdim=True)
+        top = top_columns(logits_RV, self.num_kept)
+        logprobs_RK = top.logits_NW - logits_RV.logsumexp(-1, keepdim=True)
         tail_R = (1.0 - logprobs_RK.exp().sum(-1)).clamp(min=0.0).cpu().numpy()
-        ids_RK = top.ids_RW[:, : self.num_kept].int().cpu().numpy()
+        ids_RK = top.columns_NW.int().cpu().numpy()
         logprobs_RK = logprobs_RK.half().cpu().numpy()
-        params = [response.job.params for response in responses]
-        positions = [response.position for response in responses]
-        seen = [
-            [*response.job.prompt_ids, *response.tokens] if p.repetition_penalty != 1.0 else []
-            for response, p in zip(responses, params, strict=True)
-        ]
-        tokens = choose_tokens(logits_RV, top, params, positions, seen)
+        tokens = dispatch.coupled_sample(logits_RV, [response.draw for response in responses]).tolist()
         for row, (response, token) in enumerate(zip(responses, tokens, strict=True)):
             index = len(response.tokens)
             response.topk_ids[index], response.topk_logprobs[index] = ids_RK[row], logprobs_RK[row]

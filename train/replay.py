@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates, Drafter, Wanted
+from foredraft.infer.drafters import Candidates, Drafter
 from foredraft.infer.echo import Echo
 from foredraft.infer.features import NodeContexts, node_features
 from foredraft.infer.outcome_records import OutcomeRecords, label_of
+from foredraft.infer.sampler import CoupledSampler
 from foredraft.train.acceptance import sampling_of
 from foredraft.train.log_rows import LogRow
 
@@ -44,7 +45,7 @@ def follow(drafter: Drafter, row: LogRow, fan_out: int) -> Followed:
             f"response {row.request_id} has {len(tokens)} tokens with its prompt, the drafter's context is "
             f"{drafter.max_positions}"
         )
-    sampler = drafter.sampler(sampling_of(row))
+    sampler = CoupledSampler(sampling_of(row), tokens[: row.first_position])
     seq = drafter.pool.begin()
     parts: list[Candidates] = []
     start, first_node = 0, row.first_position - 1
@@ -55,8 +56,8 @@ def follow(drafter: Drafter, row: LogRow, fan_out: int) -> Followed:
         nodes = range(max(start, first_node), end)
         if nodes:
             positions = [node + 1 for node in nodes]
-            seen = [tokens[:position] for position in positions] if sampler.needs_seen else []
-            parts.append(drafter.expand(plan, moves, [Wanted(sampler, positions, seen, fan_out)]))
+            outputs = [tokens[row.first_position : position] for position in positions]
+            parts.append(drafter.expand(plan, moves, sampler.draws(positions, outputs), fan_out))
         else:
             drafter.prefill(plan, moves)
         start = end

@@ -11,12 +11,12 @@ import numpy as np
 
 from foredraft.infer.drafter_card import family_of, read_drafter_card
 from foredraft.infer.hub import local_folder
-from foredraft.infer.params import EngineConfig, SamplingParams
+from foredraft.infer.params import EngineConfig
 
 if TYPE_CHECKING:
     from foredraft.infer.kv_pool import KVPool
-    from foredraft.infer.sampler import CoupledSampler
     from foredraft.infer.step_plan import Row, StepPlan
+    from foredraft.kernels.draws import Draw
 
 FAMILIES = {"lm": "foredraft.infer.drafters.lm"}
 
@@ -59,24 +59,14 @@ class Drafter(Protocol):
         ...
 
     def expand(
-        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], wants: Sequence[Wanted]
+        self,
+        plan: StepPlan,
+        moves: Sequence[tuple[np.ndarray, np.ndarray]],
+        draws: Sequence[Draw],
+        fan_out: int,
     ) -> Candidates:
-        """Run planned rows; candidates after the last of them, as many as `wants` has positions in all."""
+        """Run planned rows; candidates after the last of them, a row a draw."""
         ...
-
-    def sampler(self, params: SamplingParams) -> CoupledSampler:
-        """A request's coupled choice over the family's vocabulary."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What to draw from the logits of one request's rows of a step."""
-
-    sampler: CoupledSampler
-    positions: list[int]  # absolute position of the token that each row guesses
-    seen: list[list[int]]  # tokens before it; none without a repetition penalty
-    fan_out: int  # the same for all requests of a step
 
 
 def load_drafter(source: str, config: EngineConfig) -> Drafter:

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from foredraft.infer.drafter_card import DrafterCard
-from foredraft.infer.drafters import Candidates, Wanted
+from foredraft.infer.drafters import Candidates
 from foredraft.infer.kv_pool import KVPool
-from foredraft.infer.outcome_records import NO_TOKEN
 from foredraft.infer.paged_model import PagedModel
-from foredraft.infer.params import EngineConfig, SamplingParams
-from foredraft.infer.sampler import CoupledSampler, joint_scores
+from foredraft.infer.params import EngineConfig
 from foredraft.infer.step_plan import Row, StepPlan
+from foredraft.kernels import dispatch
+from foredraft.kernels.draws import Draw
 
 DEFAULT_MAX_DEPTH = 64
 
@@ -50,10 +50,6 @@ class LMDrafter:
         """Longest context."""
         return self.model.max_positions
 
-    def sampler(self, params: SamplingParams) -> CoupledSampler:
-        """A request's coupled choice over the draft vocabulary."""
-        return CoupledSampler(params, self.model.vocab_size, self.token_ids_C)
-
     def prefill_room(self, seq: int) -> int:
         """Tokens up to the next multiple of the prefill chunk."""
         return self.model.prefill_room(seq)
@@ -72,31 +68,20 @@ class LMDrafter:
 
     @torch.inference_mode()
     def expand(
-        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], wants: Sequence[Wanted]
+        self,
+        plan: StepPlan,
+        moves: Sequence[tuple[np.ndarray, np.ndarray]],
+        draws: Sequence[Draw],
+        fan_out: int,
     ) -> Candidates:
-        """Run planned rows and guess after the last of them, request by request."""
-        sizes = [len(want.positions) for want in wants]
-        logits_RC = self.model.run(plan, moves)[plan.num_rows - sum(sizes) :]
-        scores_RC = joint_scores(
-            [want.sampler for want in wants],
-            logits_RC.split(sizes),
-            [want.positions for want in wants],
-            [want.seen for want in wants],
-        )
-        return self._candidates(logits_RC, scores_RC, wants[0].fan_out)
-
-    def _candidates(self, logits_RC: torch.Tensor, scores_RC: torch.Tensor, fan_out: int) -> Candidates:
-        """The best of each row."""
-        best = scores_RC.topk(min(fan_out, scores_RC.shape[1]), -1)
-        log_probs_RC = logits_RC.log_softmax(-1)
-        tokens_RF = best.indices if self.token_ids_C is None else self.token_ids_C[best.indices]
-        is_kept_RF = best.values > -torch.inf
-        own_RF = log_probs_RC.gather(1, best.indices).masked_fill(~is_kept_RF, -torch.inf)
+        """Run planned rows and guess after the last of them."""
+        logits_RC = self.model.run(plan, moves)[plan.num_rows - len(draws) :]
+        best = dispatch.top_candidates(logits_RC, draws, fan_out, self.token_ids_C)
         return Candidates(
-            token_ids_RF=tokens_RF.masked_fill(~is_kept_RF, NO_TOKEN).int().cpu().numpy(),
-            scores_RF=(best.values - scores_RC.logsumexp(-1, keepdim=True)).cpu().numpy(),
-            log_probs_RF=own_RF.cpu().numpy(),
-            entropy_R=-(log_probs_RC.exp() * log_probs_RC).sum(-1).cpu().numpy(),
+            token_ids_RF=best.token_ids_NF.int().cpu().numpy(),
+            scores_RF=best.scores_NF.cpu().numpy(),
+            log_probs_RF=best.log_probs_NF.cpu().numpy(),
+            entropy_R=best.entropy_N.cpu().numpy(),
         )
 
 
