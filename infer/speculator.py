@@ -29,6 +29,7 @@ from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.session import Expand, Expanded, Job, Session
 from foredraft.infer.step_plan import Row
 from foredraft.infer.tree import Advance, Block, SpeculationTree
+from foredraft.kernels import dispatch
 
 
 class Speculator:
@@ -362,9 +363,13 @@ class Speculator:
         return num_forwards
 
     def stats(self, request_id: str) -> dict[str, int]:
-        """Counters of one request."""
+        """Counters of one request, and how often this process ran each kernel by each implementation."""
         session = self.sessions[request_id]
-        return {"draft_expansions": session.num_expansions, "draft_tokens_recomputed": session.num_recomputed}
+        return {
+            "draft_expansions": session.num_expansions,
+            "draft_tokens_recomputed": session.num_recomputed,
+            **{f"{operation} {name}": count for (operation, name), count in dispatch.calls.items()},
+        }
 
     def finish(self) -> None:
         """Write the records that are left; call it when no more requests come."""
