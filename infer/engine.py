@@ -337,8 +337,7 @@ class Engine:
             [Row(request.seq, token, node) for token, node in zip(tokens, nodes, strict=True)]
         )
         positions = [request.root_position + 1 + depth for depth in [0, *depths(block)]]
-        settled = request.tokens[request.num_prompt :] if request.sampler.needs_outputs else []
-        outputs = [settled + path for path in [[], *paths(block)]]
+        outputs = [request.tokens[request.num_prompt :] + path for path in [[], *paths(block)]]
         verdict = walk(block, request.sampler.choose(logits_RV, positions, outputs))
         request.planner.observe(len(block.nodes), len(verdict.settled))
         model.pool.commit(request.seq, [nodes[0], *(nodes[index + 1] for index in verdict.accepted)])

@@ -26,6 +26,8 @@ SAMPLING_FLAGS = {
     "top_p": "keep the most likely tokens of total probability P",
     "min_p": "drop tokens less likely than P times the most likely one",
     "repetition_penalty": "divide the scores of tokens that have occurred; 1: off",
+    "presence_penalty": "subtract from the scores of tokens that the answer has; 0: off",
+    "frequency_penalty": "the same, times how often it has them; 0: off",
     "seed": "line i of a prompt file gets seed + i; not given: a random one, which is printed",
 }
 SPECULATION_FLAGS = {
@@ -45,6 +47,7 @@ ENGINE_FLAGS = {
     "draft_device": "of the drafter",
     "threads": "of the target; 0: all cores but the draft server's",
     "draft_threads": "of the draft server",
+    "step": "replay a captured step (CUDA graph) or launch it anew; auto: graph on a GPU",
     "revision": "of the target on the Hub",
     "allow_target_mismatch": "use a drafter that was trained for another target of the same tokenizer",
     "trust_remote_code": "run model code from the Hub",

@@ -47,6 +47,7 @@ def resolve_kernel(
     NUM_NODES: tl.constexpr,
     NODES_PAD: tl.constexpr,
 ):
+    """Slots of the ancestors of one row in order of depth, and how many keys it has in all."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES_PAD)
     is_node = node < NUM_NODES
@@ -117,6 +118,7 @@ def shared_kernel(
     SPAN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
+    """Part of a softmax over one span of whole splits that all lanes of one sequence see."""
     seq = (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     span = tl.program_id(1)
@@ -194,6 +196,7 @@ def rows_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
+    """Output of one row: its own splits after the shared ones, then all parts in their fixed order."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     seq = tl.load(row_seq + row).to(tl.int64)

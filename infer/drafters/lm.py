@@ -77,11 +77,14 @@ class LMDrafter:
         """Run planned rows and guess after the last of them."""
         logits_RC = self.model.run(plan, moves)[plan.num_rows - len(draws) :]
         best = dispatch.top_candidates(logits_RC, draws, fan_out, self.token_ids_C)
+        tokens_NF = best.token_ids_NF.int().view(torch.float32)  # the same bits: one copy from the device
+        packed = torch.cat([tokens_NF, best.scores_NF, best.log_probs_NF, best.entropy_N[:, None]], 1).cpu()
+        tokens_RF, scores_RF, log_probs_RF, entropy_R1 = packed.split([*[tokens_NF.shape[1]] * 3, 1], 1)
         return Candidates(
-            token_ids_RF=best.token_ids_NF.int().cpu().numpy(),
-            scores_RF=best.scores_NF.cpu().numpy(),
-            log_probs_RF=best.log_probs_NF.cpu().numpy(),
-            entropy_R=best.entropy_N.cpu().numpy(),
+            token_ids_RF=tokens_RF.contiguous().view(torch.int32).numpy(),
+            scores_RF=scores_RF.contiguous().numpy(),
+            log_probs_RF=log_probs_RF.contiguous().numpy(),
+            entropy_R=entropy_R1.flatten().numpy(),
         )
 
 
