@@ -11,8 +11,8 @@ from typing import Any
 class CompileCase:
     """Arguments of `triton.compile` for one kernel.
 
-    `signature` maps every parameter to its type ("*bf16", "*fp32", "*i32", "i32", "fp32", "constexpr");
-    `constants` gives the value of every parameter of type "constexpr".
+    `signature` maps every parameter that is not constant to its type ("*bf16", "*fp32", "*i64", "i32" and so
+    on); `constants` gives the values of the others.
     """
 
     name: str  # such as "tree_attention/shared bf16 D128 G4"
@@ -21,5 +21,6 @@ class CompileCase:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    allowed_spill: int = 0  # bytes of a thread
     uses_matrix_instructions: bool = False  # of half precision: the machine code must hold mma or wgmma
     aligned: tuple[str, ...] = field(default=())  # pointers and integers that are multiples of 16

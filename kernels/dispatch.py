@@ -22,7 +22,19 @@ from typing import Literal, ParamSpec, TypeVar, cast
 
 import torch
 
-from foredraft.kernels import kv_commit_ref, kv_write_ref, tree_attention_ref, verify_walk_ref
+from foredraft.kernels import (
+    coupled_sample_fast,
+    coupled_sample_ref,
+    distill_loss_fast,
+    distill_loss_ref,
+    kv_commit_ref,
+    kv_write_ref,
+    rejection_verify_ref,
+    saguaro_ref,
+    top_candidates_ref,
+    tree_attention_ref,
+    verify_walk_ref,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,7 +72,7 @@ def dispatched(reference: Callable[P, T], fast: Callable[P, T] | None = None) ->
         implementation = _choose(cast(torch.Tensor, args[0]), has_fast=fast is not None)
         calls[name, implementation] += 1
         if implementation == "triton":
-            return _triton(name)(*args, **kwargs)
+            return cast(T, _triton(name)(*args, **kwargs))
         chosen = fast if implementation == "fast" and fast is not None else reference
         return chosen(*args, **kwargs)
 
@@ -84,4 +96,9 @@ def _triton(name: str) -> Callable[..., object]:
 kv_commit = dispatched(kv_commit_ref.kv_commit)
 kv_write = dispatched(kv_write_ref.kv_write)
 tree_attention = dispatched(tree_attention_ref.tree_attention)
+coupled_sample = dispatched(coupled_sample_ref.coupled_sample, fast=coupled_sample_fast.coupled_sample)
+top_candidates = dispatched(top_candidates_ref.top_candidates)
+saguaro = dispatched(saguaro_ref.saguaro)
 verify_walk = dispatched(verify_walk_ref.verify_walk)
+rejection_verify = dispatched(rejection_verify_ref.rejection_verify)
+distill_loss = dispatched(distill_loss_ref.distill_loss, fast=distill_loss_fast.distill_loss)

@@ -72,7 +72,7 @@ def compile_cases() -> list[CompileCase]:
     signature = {"pool": "*bf16", "sources": "*i64", "destinations": "*i64", "num_slots": "i32"}
     return [
         CompileCase(
-            f"kv_commit bf16 M{num_moves}",
+            f"kv_commit/bf16 M{num_moves}",
             _commit_kernel,
             signature | {"num_moves": "i32"},
             _sizes(1024, num_moves),

@@ -91,7 +91,7 @@ def compile_cases() -> list[CompileCase]:
     strides = [name for name in _write_kernel.arg_names if name.startswith("stride")]
     return [
         CompileCase(
-            "kv_write bf16 K8 D128",
+            "kv_write/bf16 K8 D128",
             _write_kernel,
             signature | dict.fromkeys(strides, "i32"),
             _sizes(8, 128, 128),

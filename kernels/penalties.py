@@ -4,8 +4,9 @@
     z - presence_penalty - frequency_penalty * count                   tokens of the output, count times there
     z + bias                                                           tokens of logit_bias
 
-Repetition penalty: Keskar et al., arXiv 1909.05858. Presence, frequency and bias: OpenAI's API. A row edits as
-many logits as it has distinct tokens, so this is a gather and a scatter on any device and reads no row of V.
+Repetition penalty: Keskar et al., arXiv 1909.05858. Presence, frequency and bias: OpenAI's API. A row edits
+as many logits as it has distinct tokens, so this is a gather and a scatter on any device and reads no row
+of V.
 
 Shape letters: N rows, C columns of the head, E edits.
 """

@@ -1,7 +1,7 @@
 """Philox bits and Gumbel noise inside kernels; definitions: philox_ref.py.
 
-Bits equal the reference's; noise is within 4 ulp of it (of 1, where it is smaller than 1): the same formula in
-float32, with the device's logarithm.
+Bits equal the reference's; noise is within 4 ulp of it (of 1, where it is smaller than 1): the same formula
+in float32, with the device's logarithm.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def tree_attention(
     num_spans = triton.cdiv(batch.pages_SP.shape[1] * batch.page_size, SPAN * SPLIT)
     peaks_PRH, masses_PRH, accs_PRHE = _states(batch, (num_spans, num_rows, num_heads), value_dim)
     sizes = _sizes(num_heads // num_kv_heads, num_lanes, pool_key_NKD.shape, value_dim)
-    num_warps = num_warps_of(pool_key_NKD.dtype)
+    num_warps = num_warps_of(pool_key_NKD.dtype, sizes["BLOCK_M"])
     shared = {
         "stride_row": query_RHD.stride(0),
         "stride_head": query_RHD.stride(1),
@@ -106,9 +106,9 @@ def tree_attention(
     return output_RHE
 
 
-def num_warps_of(dtype: torch.dtype) -> int:
-    """Without tensor cores a tile of float32 takes the registers of eight warps."""
-    return 8 if dtype == torch.float32 else 4
+def num_warps_of(dtype: torch.dtype, block_rows: int) -> int:
+    """A large tile, and one of float32, which has no tensor cores, takes the registers of eight warps."""
+    return 8 if dtype == torch.float32 or block_rows >= MAX_BLOCK else 4
 
 
 def _sizes(group: int, num_lanes: int, pool_shape: torch.Size, value_dim: int) -> dict[str, int]:
@@ -162,9 +162,18 @@ def _states(
     return batch.derived["states", shape, value_dim]
 
 
+ALIGNED = {
+    *("query", "pool_key", "pool_value", "output", "peaks", "masses", "accs", "sinks"),
+    *("pages", "path_slots", "stride_row", "stride_head"),
+}
+
+
 def compile_cases() -> list[CompileCase]:
     """What an engine launches: decoding buckets of 8 lanes by dtype, head dimension and group."""
-    variants = [("bf16", 64, 3), ("bf16", 128, 4), ("bf16", 256, 1), ("fp16", 128, 8), ("fp32", 64, 3)]
+    variants = [
+        *(("bf16", dim, group, False) for dim, group in ((64, 3), (80, 1), (96, 4), (128, 4), (256, 2))),
+        *(("bf16", 256, 2, True), ("fp16", 128, 8, False), ("fp32", 64, 3, False)),
+    ]
     cases = [
         CompileCase(
             "tree_attention/resolve",
@@ -173,21 +182,23 @@ def compile_cases() -> list[CompileCase]:
             {"NUM_NODES": 256, "NODES_PAD": 256},
         )
     ]
-    for dtype, dim, group in variants:
+    for dtype, dim, group, has_softcap in variants:
         sizes = _sizes(group, 8, torch.Size((0, 8, dim)), dim)
-        flags = {"PAGE": 64, "HAS_SOFTCAP": False, **sizes}
+        flags = {"PAGE": 64, "HAS_SOFTCAP": has_softcap, **sizes}
         for name, kernel, own in (
             ("shared", shared_kernel, {"NUM_LANES": 8}),
             ("rows", rows_kernel, {"NUM_NODES": 256, "HAS_SINKS": False}),
         ):
             cases.append(
                 CompileCase(
-                    f"tree_attention/{name} {dtype} D{dim} G{group}",
+                    f"tree_attention/{name} {dtype} D{dim} G{group}" + " softcap" * has_softcap,
                     kernel,
                     _signature(kernel.arg_names, dtype),
                     flags | own,
-                    num_warps=num_warps_of(DTYPES[dtype]),
+                    num_warps=num_warps_of(DTYPES[dtype], sizes["BLOCK_M"]),
+                    allowed_spill=16,  # a few addresses; a tile that spills takes hundreds
                     uses_matrix_instructions=dtype != "fp32",
+                    aligned=tuple(name for name in kernel.arg_names if name in ALIGNED),
                 )
             )
     return cases

@@ -53,7 +53,7 @@ def token_ranks(student: Student, row: LogRow, max_length: int) -> np.ndarray:
     device = student.model.device
     batch = collate([row], max_length).to(device)
     length = trained_length(row, max_length)
-    logits_TD = student(batch.ids_BT, batch.positions_N)[:length].float()
+    logits_TD = student.logits(batch.ids_BT, batch.positions_N)[:length].float()
     tokens_T, columns = batch.targets_N[:length], student.d2t_D
     scores_TD = perturbed_scores(logits_TD, _draws(row, length), columns)
     if columns is None:

@@ -39,6 +39,7 @@ def write_drafter(
         measured = {"heldout": state.curve[-1]["heldout"]} if state.curve else {}
         training = {
             "recipe": asdict(recipe),
+            "losses": trainer.losses,
             "tokens": state.tokens,
             "steps": state.step,
             "seconds": round(state.seconds, 1),

@@ -193,7 +193,8 @@ def build_student(
         always |= {int(row.response_ids[-1]) for row in rows if row.finish_reason == "stop"}
         counts_V = expected_counts(rows, vocab_size)
         d2t_D = torch.from_numpy(choose_draft_vocab(counts_V, recipe.draft_vocab_size, always))
-    student = Student(model, d2t_D, freeze_embeddings=recipe.freeze_embeddings)
+    head_dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
+    student = Student(model, d2t_D, freeze_embeddings=recipe.freeze_embeddings, head_dtype=head_dtype)
     student.check_head()
     return student
 

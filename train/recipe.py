@@ -7,10 +7,12 @@ working folder.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, get_args
 
 from foredraft.infer.params import SamplingParams, require, require_choice
+from foredraft.kernels.distill_loss_ref import LOSSES
 from foredraft.train.splits import Part
 
 Precision = Literal["float32", "bfloat16"]
@@ -130,6 +132,8 @@ class DrafterRecipe:
     eval_every: int  # updates; 0: at the end only
     eval_rows: int  # held-out rows of each report
     save_every: int  # updates between checkpoints; 0: none
+    # weights by name; a log without distributions is learned by cross_entropy alone
+    losses: dict[str, float] = field(default_factory=lambda: {"forward_kl": 1.0})
     revision: str | None = None
     trust_remote_code: bool = False
     reserved_fraction: float = 0.0  # of the train prompts, kept for an outcome predictor
@@ -157,6 +161,10 @@ class DrafterRecipe:
         is_share = 0.0 <= self.reserved_fraction < 1.0
         require(is_share, "reserved_fraction", "in [0, 1)", self.reserved_fraction)
         require(0 <= self.seed < 2**63, "seed", "in [0, 2^63)", self.seed)
+        is_known = self.losses.keys() <= LOSSES.keys()
+        require(is_known, "losses", f"weights of some of {', '.join(LOSSES)}", ", ".join(self.losses))
+        is_weight = all(0.0 <= weight < inf for weight in self.losses.values())
+        require(is_weight and any(self.losses.values()), "losses", "0 or positive, not all 0", self.losses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,7 @@
 """The drafter in training: a causal LM whose head runs at chosen positions, over the draft vocabulary only.
 
+The loss takes hidden states and head apart, so that it can make the logits in chunks.
+
 Shape letters: B sequences, T tokens, H hidden size, N chosen positions, D draft and V target vocabulary.
 """
 
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from foredraft.kernels.distill_loss_ref import Head
+
 
 class Student(nn.Module):
     """A Hugging Face causal LM with a sliced head.
@@ -17,13 +21,19 @@ class Student(nn.Module):
         model: the drafter to be, weights in float32.
         d2t_D: target ids of the draft vocabulary, int64 [D]; None: the whole vocabulary.
         freeze_embeddings: input embeddings and head keep their values.
+        head_dtype: of the product of hidden states and head.
     """
 
     def __init__(
-        self, model: PreTrainedModel, d2t_D: torch.Tensor | None, *, freeze_embeddings: bool
+        self,
+        model: PreTrainedModel,
+        d2t_D: torch.Tensor | None,
+        *,
+        freeze_embeddings: bool,
+        head_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.head_dtype = model, head_dtype
         self.register_buffer("d2t_D", d2t_D, persistent=False)
         head = model.get_output_embeddings()
         if freeze_embeddings:
@@ -34,32 +44,33 @@ class Student(nn.Module):
         self.register_buffer("frozen_head_DH", frozen_head_DH, persistent=False)
 
     def forward(self, ids_BT: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-        """Draft logits [N, D] after the tokens at flat positions b * T + t.
+        """Hidden states [N, H] of the tokens at flat positions b * T + t, as the head takes them.
 
         Args:
             ids_BT: int64, sequences padded at the end; causal attention keeps padding out of all that counts.
             positions_N: int64.
         """
         hidden_BTH = self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        hidden_NH = hidden_BTH.flatten(0, 1)[positions_N]
-        return self.scale_logits(nn.functional.linear(hidden_NH, *self.head()))
+        return hidden_BTH.flatten(0, 1)[positions_N]
 
-    def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight [D, H] and bias [D] or None of the head's rows of the draft vocabulary."""
-        head = self.model.get_output_embeddings()
-        bias = getattr(head, "bias", None)
-        if self.d2t_D is None:
-            return head.weight, bias
-        weight_DH = head.weight[self.d2t_D] if self.frozen_head_DH is None else self.frozen_head_DH
-        return weight_DH, None if bias is None else bias[self.d2t_D]
+    def logits(self, ids_BT: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        """Draft logits [N, D] of the same positions, in `head_dtype`."""
+        return self.head().logits(self(ids_BT, positions_N).to(self.head_dtype))
 
-    def scale_logits(self, logits_ND: torch.Tensor) -> torch.Tensor:
-        """What some families do between head and logits (Gemma 2, Cohere, Granite)."""
-        config = self.model.config.get_text_config()
-        scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(config, "logits_scaling", 1.0)
-        logits_ND = logits_ND if scale == 1.0 else logits_ND * scale
-        cap = getattr(config, "final_logit_softcapping", None)
-        return cap * torch.tanh(logits_ND / cap) if cap else logits_ND
+    def head(self, dtype: torch.dtype | None = None) -> Head:
+        """The head's rows of the draft vocabulary in a type (None: `head_dtype`), and what follows them."""
+        dtype = dtype or self.head_dtype
+        head, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
+        weight_DH, bias_D = head.weight, getattr(head, "bias", None)
+        if self.d2t_D is not None:
+            weight_DH = weight_DH[self.d2t_D] if self.frozen_head_DH is None else self.frozen_head_DH
+            bias_D = None if bias_D is None else bias_D[self.d2t_D]
+        return Head(
+            weight_DH.to(dtype),
+            None if bias_D is None else bias_D.to(dtype),
+            scale=(getattr(config, "logit_scale", None) or 1.0) / getattr(config, "logits_scaling", 1.0),
+            softcap=getattr(config, "final_logit_softcapping", None) or None,
+        )
 
     @torch.no_grad()
     def check_head(self) -> None:
@@ -72,7 +83,8 @@ class Student(nn.Module):
         self.eval()
         vocab_size = self.model.config.get_text_config().vocab_size
         ids_1T = torch.arange(1, 9)[None].to(self.model.device) % vocab_size
-        own_ND = self(ids_1T, torch.arange(8, device=ids_1T.device))
+        hidden_NH = self(ids_1T, torch.arange(8, device=ids_1T.device))
+        own_ND = self.head(torch.float32).logits(hidden_NH)
         logits_NV = self.model(input_ids=ids_1T, use_cache=False).logits[0]
         self.train(was_training)
         expected_ND = logits_NV if self.d2t_D is None else logits_NV[:, self.d2t_D]

@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from foredraft.kernels.distill_loss_fused import distill_loss
-from foredraft.kernels.distill_loss_ref import map_teacher, token_loss
+from foredraft.kernels import dispatch
+from foredraft.kernels.distill_loss_ref import map_teacher
 from foredraft.train.acceptance import measure_acceptance
 from foredraft.train.batches import Batch, BatchPlan, collate, trained_length
 from foredraft.train.checkpoint import LoopState, load_checkpoint, save_checkpoint
@@ -89,6 +89,8 @@ class Trainer:
         self.t2d_V = None if self.module.d2t_D is None else invert(self.module.d2t_D, vocab_size)
         fresh = LoopState(fingerprint=fingerprint, num_processes=accelerator.num_processes)
         self.state = load_checkpoint(folder, self.module, self.optimizer.optimizer, fresh, accelerator)
+        has_distributions = rows[0].topk_ids.shape[1] > 0
+        self.losses = recipe.losses if has_distributions else {"cross_entropy": 1.0}
         self.outside_mass = torch.zeros(())  # of the teacher, in the last batch
 
     def run(self, stop_at: int | None = None) -> None:
@@ -102,6 +104,7 @@ class Trainer:
         started = time.monotonic() - state.seconds
         self.student.train()
         with ProgressReport("train: steps", self.num_steps, done=state.step, is_enabled=is_main) as report:
+            report.say("loss: " + " + ".join(f"{weight:g} {name}" for name, weight in self.losses.items()))
             while True:
                 is_last = state.step == self.num_steps
                 if is_last or is_due(state.step, recipe.eval_every):
@@ -147,13 +150,10 @@ class Trainer:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Loss of every position, padding included, float32 [N]."""
-        logits_ND = self.student(batch.ids_BT, batch.positions_N)
-        if batch.topk_ids_NK.shape[1] == 0:
-            ids_N = batch.targets_N if self.t2d_V is None else self.t2d_V[batch.targets_N]
-            return token_loss(logits_ND, ids_N)
-        teacher = map_teacher(batch.topk_ids_NK, batch.topk_logprobs_NK, self.t2d_V)
+        hidden_NH = self.student(batch.ids_BT, batch.positions_N).to(self.module.head_dtype)
+        teacher = map_teacher(batch.topk_ids_NK, batch.topk_logprobs_NK, batch.targets_N, self.t2d_V)
         self.outside_mass = (teacher.outside_N * batch.weights_N).sum() / batch.weights_N.sum()
-        return distill_loss(logits_ND, teacher)
+        return dispatch.distill_loss(hidden_NH, self.module.head(), teacher, self.losses)
 
     def report(self, report: ProgressReport) -> None:
         """Measure held-out acceptance, once a step; it goes into the curve."""
