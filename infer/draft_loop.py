@@ -293,6 +293,7 @@ class DraftLoop:
             ids=block.tokens,
             parents=block.parents,
             path_probs=block.path_probs,
+            laws=block.laws,
         )
         self._send(lease.peer, answer)
 

@@ -21,7 +21,7 @@ from typing import Self, cast
 import torch
 
 from foredraft.infer.drafter_card import check_drafter, drafter_sha256, read_drafter_card
-from foredraft.infer.guessers import Guess, Guesser, PlainGuesser, SyncGuesser
+from foredraft.infer.guessers import EMPTY_BLOCK, Guess, Guesser, PlainGuesser, SyncGuesser
 from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.params import (
@@ -45,7 +45,7 @@ from foredraft.infer.step_plan import Row
 from foredraft.infer.stopping import StopChecker
 from foredraft.infer.target import Target, load_tokenizer
 from foredraft.infer.tracing import Trace
-from foredraft.infer.verify import depths, paths, prune, walk
+from foredraft.infer.verify import depths, paths, prune, settle
 from foredraft.infer.verify_times import measure_verify_seconds
 
 PromptLike = str | Sequence[Message] | Sequence[int]  # one user turn, a conversation, or token ids
@@ -64,8 +64,7 @@ class Engine:
         trace: file for a Perfetto trace, written by `close`.
 
     Raises:
-        ValueError: mode without drafter, drafter of another tokenizer or target, predictor of another
-            drafter.
+        ValueError: mode without drafter, artifacts of another tokenizer, target or drafter.
     """
 
     def __init__(
@@ -253,12 +252,9 @@ class Engine:
         )
 
     def _verify_seconds(self, mode: Mode, speculation: SpeculationParams) -> tuple[float, ...]:
-        """T_v(n) by which a block's size is chosen.
-
-        Without calibrated probabilities, and in lockstep, every block is verified whole.
-        """
+        """T_v(n) that sizes blocks; without calibrated probabilities, and in lockstep, they stay whole."""
         is_believed = self.predictor is not None and speculation.policy in ("auto", "predictor")
-        if mode == "plain" or not is_believed:
+        if mode == "plain" or not is_believed or speculation.verification == "rejection":
             return FLAT
         if self.config.verify_seconds or speculation.lockstep:
             return self.config.verify_seconds or FLAT
@@ -292,7 +288,8 @@ class Engine:
         num_chunks = model.num_prefill_chunks
         with self.trace.span("prefill", request=request.id, tokens=request.num_prompt):
             logits_V = model.prefill(request.seq, request.tokens)
-            first = request.sampler.choose(logits_V[None], [request.num_prompt], [[]]).tolist()
+            draws = request.sampler.draws([request.num_prompt], [[]])
+            first = settle(EMPTY_BLOCK, logits_V[None], draws).settled
         self._settle(request, first)
         request.stats.prefill_chunks = model.num_prefill_chunks - num_chunks
         request.stats.seconds_prefill = time.perf_counter() - started
@@ -337,8 +334,9 @@ class Engine:
             [Row(request.seq, token, node) for token, node in zip(tokens, nodes, strict=True)]
         )
         positions = [request.root_position + 1 + depth for depth in [0, *depths(block)]]
-        outputs = [request.tokens[request.num_prompt :] + path for path in [[], *paths(block)]]
-        verdict = walk(block, request.sampler.choose(logits_RV, positions, outputs))
+        said = request.tokens[request.num_prompt :]
+        draws = request.sampler.draws(positions, [said + path for path in [[], *paths(block)]])
+        verdict = settle(block, logits_RV, draws, request.speculation.verification)
         request.planner.observe(len(block.nodes), len(verdict.settled))
         model.pool.commit(request.seq, [nodes[0], *(nodes[index + 1] for index in verdict.accepted)])
         return replace(guess, block=block), verdict.settled

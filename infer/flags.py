@@ -35,6 +35,8 @@ SPECULATION_FLAGS = {
     "block": "shape of a block of guesses",
     "block_nodes": "guesses in a block",
     "fan_out": "children kept of an expanded node",
+    "verification": "coupled: the target's own tokens decide; rejection: exact in law only, chains only",
+    "saguaro": "rejection: the drafter scales its fan_out best tokens by it, for more hits; 1: off",
     "budget": "nodes expanded during one verification; 0: until the outcome arrives",
     "policy": "what a guess is believed; auto: predictor where one is given, else confidence",
     "on_miss": "when the draft server has nothing ready: wait for it, look the text up, or decode plainly",
@@ -55,6 +57,7 @@ ENGINE_FLAGS = {
 ASYNC_ONLY = ("budget", "on_miss", "draft_timeout_ms")
 DRAFTED_ONLY = (
     *("drafter", "predictor", "record", "k", "block", "block_nodes", "fan_out", "policy", "lockstep"),
+    *("verification", "saguaro"),
     *("draft_device", "allow_target_mismatch"),
 )
 SAMPLED_ONLY = ("top_k", "top_p", "min_p")

@@ -71,12 +71,17 @@ class Block(_Message, tag="block", frozen=True, kw_only=True):
     ids: list[TokenId] = []
     parents: list[int] = []
     path_probs: list[float] = []
+    laws: list[tuple[list[TokenId], list[float]]] = []  # rejection: what each guess was drawn from
     source: BlockSource = "draft"
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.parents) == len(self.path_probs):
             lengths = (len(self.ids), len(self.parents), len(self.path_probs))
             raise ValueError(f"ids, parents and path_probs must have one length, got {lengths}")
+        if self.laws and len(self.laws) != len(self.ids):
+            raise ValueError(f"laws must be none or one a guess, got {len(self.laws)} for {len(self.ids)}")
+        if any(len(ids) != len(probs) for ids, probs in self.laws):
+            raise ValueError("a law must have a probability a token")
         if any(not -1 <= parent < row for row, parent in enumerate(self.parents)):
             raise ValueError(f"parents must come before their children, got {self.parents}")
         if len(set(zip(self.parents, self.ids, strict=True))) != len(self.ids):

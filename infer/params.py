@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 Mode = Literal["plain", "sync", "async"]
 MODES: tuple[Mode, ...] = ("plain", "sync", "async")
 BlockShape = Literal["chain", "tree"]
+Verification = Literal["coupled", "rejection"]
 MissPolicy = Literal["wait", "ngram", "plain"]
 ExpandPolicy = Literal["auto", "confidence", "confidence-q", "predictor"]  # auto: the best that is there
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -78,6 +79,8 @@ class SpeculationParams:
     block: BlockShape = "tree"
     block_nodes: int = 7  # guesses in a block; with the root it fills a bucket of 8 rows
     fan_out: int = 16  # children kept per expanded node (F)
+    verification: Verification = "coupled"
+    saguaro: float = 1.0  # rejection: the drafter scales its fan_out best tokens by it; 1: off
     budget: int = 0  # nodes expanded during one verification; 0: until the outcome arrives
     policy: ExpandPolicy = "auto"  # what a guess is believed; auto: predictor where there is one
     on_miss: MissPolicy = "ngram"
@@ -89,6 +92,13 @@ class SpeculationParams:
         require_choice(BlockShape, "block", self.block)
         require(1 <= self.block_nodes <= 255, "block_nodes", "in 1..255", self.block_nodes)
         require(1 <= self.fan_out <= 64, "fan_out", "in 1..64", self.fan_out)
+        require_choice(Verification, "verification", self.verification)
+        is_rejection = self.verification == "rejection"
+        require(not is_rejection or self.block == "chain", "block", "chain with rejection", self.block)
+        is_drafters_own = self.policy != "predictor" or not is_rejection
+        require(is_drafters_own, "policy", "auto, confidence or confidence-q with rejection", self.policy)
+        require(0.0 < self.saguaro <= 1.0, "saguaro", "in (0, 1]", self.saguaro)
+        require(self.saguaro == 1.0 or is_rejection, "saguaro", "1 without rejection", self.saguaro)
         require(self.budget >= 0, "budget", "0 (no limit) or positive", self.budget)
         require_choice(ExpandPolicy, "policy", self.policy)
         require_choice(MissPolicy, "on_miss", self.on_miss)

@@ -91,7 +91,8 @@ class RemoteGuesser:
             outcome = answer.kind
         self.guessed_at = time.perf_counter()
         if answer is not None and answer.is_ready:
-            block = Block(list(range(len(answer.ids))), answer.ids, answer.parents, answer.path_probs)
+            nodes = list(range(len(answer.ids)))
+            block = Block(nodes, answer.ids, answer.parents, answer.path_probs, answer.laws)
             return Guess(block, answer.source, outcome)
         fallback = self.on_miss.guess(request)
         return Guess(fallback.block, fallback.source, outcome)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from dataclasses import replace
+from typing import cast
 
 from foredraft.infer.params import SamplingParams
-from foredraft.kernels import dispatch
 from foredraft.kernels.draws import Draw, needs_tokens
 
 
@@ -45,8 +44,7 @@ class CoupledSampler:
             for position, output in zip(positions, outputs, strict=True)
         ]
 
-    def choose(
-        self, logits_RV: torch.Tensor, positions: Sequence[int], outputs: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """The chosen token of every row of raw logits float32, int64 [R]. Arguments: `draws`."""
-        return dispatch.coupled_sample(logits_RV, self.draws(positions, outputs))
+
+def greedy(draw: Draw) -> Draw:
+    """The same row at temperature 0: the most probable token after penalties."""
+    return replace(draw, filters=replace(cast(SamplingParams, draw.filters), temperature=0.0))

@@ -10,15 +10,17 @@ from typing import Literal
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates
+from foredraft.infer.drafters import Candidates, Drawn
 from foredraft.infer.echo import Echo
 from foredraft.infer.expansions import Expansions
 from foredraft.infer.features import NodeContexts
 from foredraft.infer.params import ExpandPolicy, SpeculationParams
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import StepPlan
-from foredraft.infer.tree import SpeculationTree
+from foredraft.infer.tree import Law, SpeculationTree
 from foredraft.kernels.draws import Draw
+
+ACCEPTANCE = 0.7  # believed of a guess that was drawn: it only orders the work
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Expand:
     contexts: NodeContexts
     draws: list[Draw]
     fan_out: int
+    factor: float | None  # of the law that a guess is drawn from; None: guesses are not drawn
     policy: ExpandPolicy
 
 
@@ -43,6 +46,7 @@ class Expanded:
     features_RK: np.ndarray  # float32
     echo_RF: np.ndarray  # uint8
     probs_RF: np.ndarray  # float32
+    drawn: Drawn | None  # with rejection
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ class Session:
     block_nodes: set[int] = field(default_factory=set)  # of the block being verified
     num_spent: int = 0  # nodes expanded outside the block since the last outcome
     evicted: set[int] = field(default_factory=set)  # tree nodes whose KV was given up
+    laws: dict[int, Law] = field(default_factory=dict)  # rejection: of the guess below an expanded node
     num_expansions: int = 0
     num_recomputed: int = 0
 
@@ -94,3 +99,19 @@ class Session:
     def has_budget(self) -> bool:
         """Whether more outcomes may be prepared before the next one arrives."""
         return self.params.budget == 0 or self.num_spent < self.params.budget
+
+    def with_guess(
+        self, node: int, drawn: Drawn, row: int, tokens: list[int], probs: list[float]
+    ) -> tuple[list[int], list[float]]:
+        """Children of a node with its drawn guess as the likeliest, and keep the guess's law.
+
+        No probability depends on which token was drawn, or the length of a chain would tell of it.
+        """
+        guess, is_law_m = int(drawn.token_ids_R[row]), drawn.law_ids_Rm[row] >= 0
+        self.laws[node] = (
+            drawn.law_ids_Rm[row][is_law_m].tolist(),
+            drawn.law_probs_Rm[row][is_law_m].tolist(),
+        )
+        pairs = zip(tokens, probs, strict=True)
+        others = [(token, (1.0 - ACCEPTANCE) * prob) for token, prob in pairs if token != guess]
+        return [guess, *(token for token, _ in others)], [ACCEPTANCE, *(prob for _, prob in others)]

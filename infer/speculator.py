@@ -125,6 +125,10 @@ class Speculator:
     def _policy_of(self, params: SpeculationParams) -> ExpandPolicy:
         """The policy, resolved; ValueError for `predictor` where there is none, or where F is beyond it."""
         policy = params.policy
+        if params.verification == "rejection":
+            if self.recorder is not None:
+                raise ValueError("outcome records come from coupled verification; leave out one of the two")
+            return "confidence-q"
         if policy == "auto":
             policy = "predictor" if self.predictor else "confidence"
         if policy == "predictor" and self.predictor is None:
@@ -191,6 +195,7 @@ class Speculator:
         session.kv_nodes = kept
         session.pending.extend(newly_settled[len(path) :])
         session.evicted &= outcome.survivors
+        session.laws = {node: law for node, law in session.laws.items() if node in outcome.survivors}
 
     def block(self, request_id: str) -> Block:
         """The most probable guesses that are ready; empty where there are none."""
@@ -198,6 +203,9 @@ class Speculator:
         params = session.params
         size = params.block_nodes if params.block == "tree" else min(params.k, params.block_nodes)
         block = session.tree.block(size, params.block)
+        if params.verification == "rejection":
+            drawn_after = [session.tree.root, *block.nodes][: len(block.nodes)]
+            block = replace(block, laws=[session.laws[node] for node in drawn_after])
         session.block_nodes = {session.tree.root, *block.nodes}
         return block
 
@@ -291,6 +299,7 @@ class Speculator:
             contexts=session.expansions.contexts(tree, nodes, sampler.params.temperature),
             draws=sampler.draws(positions, [settled + path for path in paths]),
             fan_out=max(params.fan_out, self.fan_out),
+            factor=params.saguaro if params.verification == "rejection" else None,
             policy=params.policy,
         )
 
@@ -308,13 +317,17 @@ class Speculator:
         if job.expand is None:
             self.drafter.prefill(job.plan, job.moves)
             return None
-        expand = job.expand
-        candidates = self.drafter.expand(job.plan, job.moves, expand.draws, expand.fan_out)
+        expand, drawn = job.expand, None
+        work = job.plan, job.moves, expand.draws, expand.fan_out
+        if expand.factor is None:
+            candidates = self.drafter.expand(*work)
+        else:
+            candidates, drawn = self.drafter.expand_and_draw(*work, expand.factor)
         features_RK = node_features(candidates, expand.contexts)
         pairs = zip(expand.paths, candidates.token_ids_RF, strict=True)
         echo_RF = np.stack([expand.echo.bits(path, ids_F) for path, ids_F in pairs])
         probs_RF = self._probs(expand.policy, candidates, features_RK, echo_RF)
-        return Expanded(candidates, features_RK, echo_RF, probs_RF)
+        return Expanded(candidates, features_RK, echo_RF, probs_RF, drawn)
 
     def _probs(
         self, policy: ExpandPolicy, candidates: Candidates, features_RK: np.ndarray, echo_RF: np.ndarray
@@ -339,7 +352,10 @@ class Speculator:
                 continue
             ids, probs = candidates.token_ids_RF[row], expanded.probs_RF[row]
             chosen = [place for place in order_RF[row] if ids[place] != NO_TOKEN]
-            session.tree.add_children(node, ids[chosen].tolist(), probs[chosen].tolist())
+            children = ids[chosen].tolist(), probs[chosen].tolist()
+            if expanded.drawn is not None:
+                children = session.with_guess(node, expanded.drawn, row, *children)
+            session.tree.add_children(node, *children)
             session.expansions.add(
                 node,
                 Expansion(

@@ -35,6 +35,9 @@ class NodeState(Enum):
     EXPANDED = "expanded"
 
 
+Law = tuple[list[int], list[float]]  # token ids and their probabilities; all others have none
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Guesses for the target to verify, one row a node, parents before children.
@@ -46,10 +49,11 @@ class Block:
     tokens: list[int]
     parents: list[int]
     path_probs: list[float]
+    laws: list[Law] = field(default_factory=list)  # what each guess was drawn from; of rejection only
 
     def first(self, n: int) -> Block:
         """The first n guesses: parents come before their children, so they are a block too."""
-        return Block(self.nodes[:n], self.tokens[:n], self.parents[:n], self.path_probs[:n])
+        return Block(self.nodes[:n], self.tokens[:n], self.parents[:n], self.path_probs[:n], self.laws[:n])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,18 @@ choice. What it settles is what plain decoding would have chosen one by one, so 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from foredraft.infer.params import Verification
 from foredraft.infer.tree import Block
 from foredraft.kernels import dispatch
+from foredraft.kernels.draws import Draw
 from foredraft.kernels.host_copy import to_device
+from foredraft.kernels.rejection_verify_ref import NO_GUESS, DraftLaw
 
 
 class Verdict(NamedTuple):
@@ -21,6 +25,40 @@ class Verdict(NamedTuple):
 
     accepted: list[int]  # indices of the accepted guesses, from the root down
     settled: list[int]  # their tokens and the bonus token
+
+
+def settle(
+    block: Block, logits_MV: torch.Tensor, draws: Sequence[Draw], verification: Verification = "coupled"
+) -> Verdict:
+    """What the target says of a block.
+
+    Args:
+        block: n guesses; a chain with rejection.
+        logits_MV: raw logits float32 [n + 1, V] after the root, then after every guess.
+        draws: how the token of each place is drawn.
+        verification: follow the target's own tokens, or accept each guess by its probabilities. Without
+            guesses both are plain decoding.
+    """
+    if verification == "rejection" and block.tokens:
+        return reject(block, logits_MV, draws)
+    return walk(block, dispatch.coupled_sample(logits_MV, draws))
+
+
+def reject(block: Block, logits_MV: torch.Tensor, draws: Sequence[Draw]) -> Verdict:
+    """Accept the guesses of a chain one by one; one copy from the device.
+
+    Guesses without laws (looked up in the text) are taken as drawn from one-hot laws. Arguments: `settle`.
+    """
+    device = logits_MV.device
+    laws = block.laws or [([token], [1.0]) for token in block.tokens]
+    width = max(len(ids) for ids, _ in laws)
+    ids_1Km = np.array([[ids + [NO_GUESS] * (width - len(ids)) for ids, _ in laws]], np.int64)
+    probs_1Km = np.array([[probs + [0.0] * (width - len(probs)) for _, probs in laws]], np.float32)
+    tokens_1K = to_device(np.array([block.tokens], np.int64), device)
+    law = DraftLaw(to_device(probs_1Km, device), to_device(ids_1Km, device))
+    settled = dispatch.rejection_verify(logits_MV[None], tokens_1K, law, draws)
+    num_accepted, bonus = torch.cat([settled.num_accepted_S, settled.bonus_S]).tolist()
+    return Verdict(list(range(num_accepted)), [*block.tokens[:num_accepted], bonus])
 
 
 def walk(block: Block, chosen_M: torch.Tensor) -> Verdict:
@@ -73,4 +111,5 @@ def prune(block: Block, max_depth: int, vocab_size: int, max_nodes: int) -> Bloc
         tokens=[block.tokens[i] for i in kept],
         parents=[place[block.parents[i]] for i in kept],
         path_probs=[block.path_probs[i] for i in kept],
+        laws=[block.laws[i] for i in kept] if block.laws else [],
     )

@@ -34,6 +34,15 @@ class Candidates:
     entropy_R: np.ndarray  # float32, of the drafter's own distribution, in nats
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A guess after each of R rows and the law that it was drawn from, for rejection verification."""
+
+    token_ids_R: np.ndarray  # int64
+    law_ids_Rm: np.ndarray  # int64; -1 where fewer tokens have mass
+    law_probs_Rm: np.ndarray  # float32
+
+
 class Drafter(Protocol):
     """What the speculator needs of a family. Planning touches bookkeeping only, running tensors only."""
 
@@ -66,6 +75,17 @@ class Drafter(Protocol):
         fan_out: int,
     ) -> Candidates:
         """Run planned rows; candidates after the last of them, a row a draw."""
+        ...
+
+    def expand_and_draw(
+        self,
+        plan: StepPlan,
+        moves: Sequence[tuple[np.ndarray, np.ndarray]],
+        draws: Sequence[Draw],
+        fan_out: int,
+        factor: float,
+    ) -> tuple[Candidates, Drawn]:
+        """As `expand` at temperature 0, and a guess a row; `factor` is that of `kernels.saguaro`."""
         ...
 
 

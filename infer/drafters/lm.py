@@ -14,15 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from foredraft.infer.drafter_card import DrafterCard
-from foredraft.infer.drafters import Candidates
+from foredraft.infer.drafters import Candidates, Drawn
 from foredraft.infer.kv_pool import KVPool
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import EngineConfig
+from foredraft.infer.sampler import greedy
 from foredraft.infer.step_plan import Row, StepPlan
 from foredraft.kernels import dispatch
 from foredraft.kernels.draws import Draw
 
 DEFAULT_MAX_DEPTH = 64
+LAW_WIDTH = 64  # tokens of the law that a guess is drawn from: what travels to the verifier
 
 
 class LMDrafter:
@@ -75,7 +77,31 @@ class LMDrafter:
         fan_out: int,
     ) -> Candidates:
         """Run planned rows and guess after the last of them."""
-        logits_RC = self.model.run(plan, moves)[plan.num_rows - len(draws) :]
+        return self._candidates(self._logits(plan, moves, len(draws)), draws, fan_out)
+
+    @torch.inference_mode()
+    def expand_and_draw(
+        self,
+        plan: StepPlan,
+        moves: Sequence[tuple[np.ndarray, np.ndarray]],
+        draws: Sequence[Draw],
+        fan_out: int,
+        factor: float,
+    ) -> tuple[Candidates, Drawn]:
+        """Run planned rows; the most probable tokens and a drawn guess after the last of them."""
+        logits_RC = self._logits(plan, moves, len(draws))
+        drawn = dispatch.saguaro(logits_RC, draws, LAW_WIDTH, fan_out, factor, self.token_ids_C)
+        candidates = self._candidates(logits_RC, [greedy(draw) for draw in draws], fan_out)
+        return candidates, Drawn(*(tensor.cpu().numpy() for tensor in drawn))
+
+    def _logits(
+        self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]], num_rows: int
+    ) -> torch.Tensor:
+        """Logits after the last rows of a plan."""
+        return self.model.run(plan, moves)[plan.num_rows - num_rows :]
+
+    def _candidates(self, logits_RC: torch.Tensor, draws: Sequence[Draw], fan_out: int) -> Candidates:
+        """The best perturbed scores of every row."""
         best = dispatch.top_candidates(logits_RC, draws, fan_out, self.token_ids_C)
         tokens_NF = best.token_ids_NF.int().view(torch.float32)  # the same bits: one copy from the device
         packed = torch.cat([tokens_NF, best.scores_NF, best.log_probs_NF, best.entropy_N[:, None]], 1).cpu()

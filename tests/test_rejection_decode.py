@@ -1,0 +1,122 @@
+"""Decoding with rejection verification: the target's law in every mode, its text at temperature 0."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM
+
+from foredraft.infer import messages
+from foredraft.infer.engine import Engine
+from foredraft.infer.params import EngineConfig, Mode, SamplingParams, SpeculationParams
+
+REJECTION = SpeculationParams(verification="rejection", block="chain", k=2, lockstep=2)
+PROMPT = [7, 30, 41, 5]
+
+
+def open_engine(
+    target: Path, drafter: Path, speculation: SpeculationParams = REJECTION, record: Path | None = None
+) -> Engine:
+    config = EngineConfig(dtype="float32", speculation=speculation)
+    return Engine.from_pretrained(str(target), str(drafter), config=config, record=record)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("lockstep", [0, 2], ids=["free-running", "lockstep"])
+def test_greedy_text_is_plain_text(mode: Mode, lockstep: int, tiny_target: Path, tiny_drafter: Path) -> None:
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, repetition_penalty=1.1)
+    prompts = [PROMPT, PROMPT * 20]
+    with open_engine(tiny_target, tiny_drafter, replace(REJECTION, lockstep=lockstep)) as engine:
+        plain = engine.generate(prompts, params, mode="plain")
+        found = engine.generate(prompts, params, mode=mode)
+    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    if lockstep or mode == "sync":
+        assert sum(c.stats["tokens_per_verify"] for c in found) > 2.2
+
+
+def exact_law(target: Path, length: int, top_k: int, temperature: float) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation."""
+    model = AutoModelForCausalLM.from_pretrained(target)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for path, probability in law.items():
+            with torch.no_grad():
+                logits_V = model(torch.tensor([[*PROMPT, *path]])).logits[0, -1].double()
+            best = (logits_V / temperature).topk(top_k)
+            pairs = zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True)
+            longer |= {(*path, token): probability * p for token, p in pairs}
+        law = longer
+    return law
+
+
+@pytest.mark.parametrize("saguaro", [1.0, 0.4])
+@pytest.mark.parametrize(
+    ("mode", "num_draws", "length"),
+    [("sync", 300, 4), pytest.param("sync", 4000, 4, marks=pytest.mark.slow), ("async", 100, 3)],
+)
+def test_law_of_a_whole_decode(
+    mode: Mode, num_draws: int, length: int, saguaro: float, tiny_target: Path, tiny_drafter: Path
+) -> None:
+    """First tokens over many seeds against the enumeration of all continuations (chi-square)."""
+    params = SamplingParams(max_new_tokens=length, temperature=1.5, top_k=3, ignore_eos=True)
+    speculation = replace(REJECTION, saguaro=saguaro, on_miss="ngram")
+    with open_engine(tiny_target, tiny_drafter, speculation) as engine:
+        seeded = [replace(params, seed=seed) for seed in range(num_draws)]
+        completions = engine.generate([PROMPT] * num_draws, seeded, mode=mode)
+    accepted = sum(c.stats["mean_accepted"] * c.stats["rounds"] for c in completions)
+    assert 0 < accepted < sum(c.stats["rounds"] for c in completions), "some guesses of each kind"
+    drawn = Counter(tuple(c.token_ids) for c in completions)
+    law = exact_law(tiny_target, length, top_k=3, temperature=1.5)
+    assert drawn.keys() <= law.keys()
+    likely = [path for path, probability in law.items() if probability * num_draws >= 5]
+    total = sum(law.values())
+    observed = [drawn[path] for path in likely]
+    expected = [law[path] / total * num_draws for path in likely]
+    rest = num_draws - sum(observed), num_draws - sum(expected)
+    assert chisquare([*observed, rest[0]], [*expected, rest[1]]).pvalue > 1e-4
+
+
+def test_laws_travel_to_the_bit() -> None:
+    probs = torch.rand(5, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    laws = [([5, 4, 3, 2, 1], probs.tolist()), ([9], [1.0])]
+    settings = {"request": "r", "round": 1, "kind": "hit", "ids": [5, 9], "parents": [-1, 0]}
+    block = messages.Block(**settings, path_probs=[0.7, 0.49], laws=laws)
+    found = messages.decode(messages.encode(block))
+    assert isinstance(found, messages.Block)
+    assert torch.equal(torch.tensor(found.laws[0][1]), probs)
+    for wrong, text in ((laws[:1], "one a guess"), ([([1], []), laws[1]], "a probability a token")):
+        with pytest.raises(ValueError, match=text):
+            messages.Block(**settings, path_probs=[0.7, 0.49], laws=wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"verification": "rejection"}, "block must be chain with rejection, got 'tree'"),
+        ({"verification": "typical"}, "verification must be one of coupled, rejection"),
+        (
+            {"verification": "rejection", "block": "chain", "policy": "predictor"},
+            "confidence-q with rejection",
+        ),
+        ({"saguaro": 0.5}, "saguaro must be 1 without rejection"),
+        ({"verification": "rejection", "block": "chain", "saguaro": 0.0}, r"saguaro must be in \(0, 1\]"),
+    ],
+    ids=["tree", "unknown", "predictor", "saguaro-alone", "saguaro-zero"],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SpeculationParams(**settings)
+
+
+def test_nothing_is_recorded(tiny_target: Path, tiny_drafter: Path, tmp_path: Path) -> None:
+    with (
+        open_engine(tiny_target, tiny_drafter, record=tmp_path / "records") as engine,
+        pytest.raises(ValueError, match="come from coupled verification"),
+    ):
+        engine.generate([PROMPT], mode="sync")
