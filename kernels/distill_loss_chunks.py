@@ -45,9 +45,7 @@ def coarse_logits_by(
     passes: Passes, hidden_NH: torch.Tensor, head: Head, ids_NC: torch.Tensor
 ) -> torch.Tensor:
     """`distill_loss_ref.coarse_logits`, chunk by chunk."""
-    return _CoarseLogits.apply(
-        hidden_NH, head.weight_DH, head.bias_D, head.scale, head.softcap, ids_NC, passes
-    )
+    return _CoarseLogits.apply(hidden_NH, head.weight_DH, head.bias_D, head, ids_NC, passes)
 
 
 def _chunks(num_rows: int, num_draft: int) -> list[slice]:
@@ -62,12 +60,10 @@ class _CoarseLogits(torch.autograd.Function):
         hidden_NH: torch.Tensor,
         weight_DH: torch.Tensor,
         bias_D: torch.Tensor | None,
-        scale: float,
-        softcap: float | None,
+        head: Head,  # the same weight and bias; autograd sees tensors only as arguments of their own
         ids_NC: torch.Tensor,
         passes: Passes,
     ) -> torch.Tensor:
-        head = Head(weight_DH, bias_D, scale, softcap)
         num_rows, num_columns = ids_NC.shape
         coarse_NC = hidden_NH.new_empty((num_rows, num_columns + 1), dtype=torch.float32)
         chunks = _chunks(num_rows, len(weight_DH))
@@ -77,7 +73,7 @@ class _CoarseLogits(torch.autograd.Function):
             passes.read(logits_nD, ids_NC[rows], head, coarse_NC[rows])
         kept_nD = logits_nD if len(chunks) == 1 else None
         ctx.save_for_backward(hidden_NH, weight_DH, bias_D, ids_NC, coarse_NC, kept_nD)
-        ctx.scale, ctx.softcap, ctx.passes = scale, softcap, passes
+        ctx.scale, ctx.softcap, ctx.passes = head.scale, head.softcap, passes
         return coarse_NC
 
     @staticmethod
@@ -107,7 +103,7 @@ class _CoarseLogits(torch.autograd.Function):
             gradient_NH,
             None if total_DH is None else total_DH.to(weight_DH.dtype),
             None if total_D is None else total_D.to(weight_DH.dtype),
-            *(None,) * 4,
+            *(None,) * 3,
         )
 
 

@@ -4,6 +4,8 @@ Nothing here touches the network. Threads are limited to one before torch is imp
 lose more to thread hand-offs than they gain.
 """
 
+from __future__ import annotations
+
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
@@ -39,16 +41,14 @@ from foredraft.infer.identity import identify_target, tokenizer_sha256
 from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import load_tokenizer
-from foredraft.train.collect import collect
-from foredraft.train.outcome_log import OutcomeLog
-from foredraft.train.recipe import LogRecipe, ResponseGroup
-from foredraft.train.splits import Part
-from foredraft.train.target_log import TargetLog
+
+if TYPE_CHECKING:
+    from foredraft.train.outcome_log import OutcomeLog
+    from foredraft.train.target_log import TargetLog
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMOLLM2 = REPOSITORY / "models" / "SmolLM2-135M-Instruct"
 
-PARTS = get_args(Part)
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -177,6 +177,9 @@ def make_artifact(
 @pytest.fixture(scope="session")
 def make_log(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Callable[..., TargetLog]:
     """`make_log(prompts, heldout, **LogRecipe fields)` -> log of the tiny target; `heldout(n)` splits."""
+    # not above: a machine that only serves has no pyarrow
+    from foredraft.train.collect import collect
+    from foredraft.train.recipe import LogRecipe, ResponseGroup
 
     def make(prompts: list[str], heldout: Callable[[int], bool], **changes: Any) -> TargetLog:
         folder = tmp_path_factory.mktemp("logged")
@@ -207,9 +210,11 @@ def make_log(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Cal
 @pytest.fixture(scope="session")
 def assert_same_records() -> Callable[[OutcomeLog, OutcomeLog], None]:
     """Compare two folders of outcome records of all parts, element for element."""
+    from foredraft.train.outcome_log import OutcomeLog
+    from foredraft.train.splits import Part
 
     def check(first: OutcomeLog, second: OutcomeLog) -> None:
-        for read in (*(partial(OutcomeLog.records, part=part) for part in PARTS), OutcomeLog.rounds):
+        for read in (*(partial(OutcomeLog.records, part=part) for part in get_args(Part)), OutcomeLog.rounds):
             one, other = read(first), read(second)
             for item in fields(OutcomeRecords):
                 assert np.array_equal(getattr(one, item.name), getattr(other, item.name)), item.name

@@ -292,17 +292,19 @@ def test_saturated_logits_stay_finite(dtype: torch.dtype, loss: Loss) -> None:
             assert torch.isfinite(tensor).all(), (name, key)
 
 
-def test_a_far_tail_and_far_tokens_keep_their_gradients(loss: Loss) -> None:
-    """One logit 200 above all others: exp underflows in float32, the logarithms do not."""
-    weight_DH = torch.zeros(6, 1)
-    weight_DH[0] = 200.0
-    teacher = map_teacher(torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.25]]).log(), torch.tensor([4]), None)
+def test_far_tokens_and_a_far_tail_keep_their_gradients(loss: object) -> None:
+    """One logit far above all others, of a token that the teacher does not want."""
+    topk_NK, logprobs_NK = torch.tensor([[0, 1, 2]]), torch.tensor([[1e-44, 0.5, 0.25]]).log()
+    teacher = map_teacher(topk_NK, logprobs_NK, torch.tensor([4]), None)
     hidden_11 = torch.ones(1, 1, requires_grad=True)
-    for name in ("forward_kl", "cross_entropy"):
+    # exp(-200) underflows; the least p that lk tells from 0 is exp(-87)
+    for name, far in {"forward_kl": 200.0, "cross_entropy": 200.0, "lk": 80.0}.items():
+        weight_DH = torch.zeros(6, 1)
+        weight_DH[0] = far
         loss_N = loss(hidden_11, Head(weight_DH), teacher, {name: 1.0})
         (slope_11,) = torch.autograd.grad(loss_N.sum(), hidden_11)
-        assert loss_N.item() > 100.0, name
-        assert slope_11.item() > 100.0, name
+        assert far - 2.0 < loss_N.item() <= far, name
+        assert slope_11.item() == pytest.approx(far, rel=1e-3), name
 
 
 def test_tokens_ruled_out_by_the_bias(loss: Loss) -> None:
