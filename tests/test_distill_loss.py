@@ -292,7 +292,7 @@ def test_saturated_logits_stay_finite(dtype: torch.dtype, loss: Loss) -> None:
             assert torch.isfinite(tensor).all(), (name, key)
 
 
-def test_far_tokens_and_a_far_tail_keep_their_gradients(loss: object) -> None:
+def test_far_tokens_and_a_far_tail_keep_their_gradients(loss: Loss) -> None:
     """One logit far above all others, of a token that the teacher does not want."""
     topk_NK, logprobs_NK = torch.tensor([[0, 1, 2]]), torch.tensor([[1e-44, 0.5, 0.25]]).log()
     teacher = map_teacher(topk_NK, logprobs_NK, torch.tensor([4]), None)
