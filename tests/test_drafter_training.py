@@ -211,6 +211,24 @@ def test_a_log_of_tokens_trains_by_cross_entropy(
     card = read_drafter_card(recipe.out)
     assert card is not None
     assert card.measured["heldout"]["0"]["top8"] > 0.2
+    assert card.training["losses"] == {"cross_entropy": 1.0}
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [{"reverse_kl": 1.0}, {"total_variation": 1.0}, {"forward_kl": 0.5, "lk": 1.0, "cross_entropy": 0.0}],
+    ids="+".join,
+)
+def test_other_losses_train_head_and_embeddings(
+    recipe: DrafterRecipe, losses: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_drafter(replace(recipe, epochs=12.0, eval_every=0, losses=losses, freeze_embeddings=False), "x")
+    card = read_drafter_card(recipe.out)
+    assert card is not None
+    assert card.training["losses"] == losses
+    told = " + ".join(f"{weight:g} {name}" for name, weight in losses.items())
+    assert f"loss: {told}\n" in capsys.readouterr().err
+    assert card.measured["heldout"]["0"]["top8"] > 0.2
 
 
 def launch(recipe: DrafterRecipe, folder: Path, num_processes: int) -> subprocess.CompletedProcess[str]:
@@ -226,8 +244,10 @@ def launch(recipe: DrafterRecipe, folder: Path, num_processes: int) -> subproces
 
 
 def test_two_processes_train_like_two_accumulated_batches(recipe: DrafterRecipe, tmp_path: Path) -> None:
-    one = replace(recipe, out=str(tmp_path / "one"), accumulation=2, save_every=2)
-    two = replace(recipe, out=str(tmp_path / "two"), accumulation=1, save_every=2)
+    # with a trained head: the loss takes its weight, out of sight of the wrapper of several processes
+    recipe = replace(recipe, freeze_embeddings=False, save_every=2)
+    one = replace(recipe, out=str(tmp_path / "one"), accumulation=2)
+    two = replace(recipe, out=str(tmp_path / "two"), accumulation=1)
     for num_processes, wanted in ((1, one), (2, two)):
         result = launch(wanted, tmp_path, num_processes)
         assert result.returncode == 0, result.stderr
@@ -264,8 +284,12 @@ def test_a_step_that_is_not_finite_ends_the_run(
         ({"draft_vocab_size": 2}, r"draft_vocab_size must be in 3\.\.320"),
         ({"max_length": 2}, "no train row with a prompt shorter than max_length 2"),
         ({"log": "nowhere"}, "nowhere is not a target log"),
+        ({"losses": {"kl": 1.0}}, "losses must be weights of some of forward_kl, .*, got 'kl'"),
+        ({"losses": {"forward_kl": 0.0, "lk": 0.0}}, "losses must be 0 or positive, not all 0, got"),
+        ({"losses": {"forward_kl": 1.0, "lk": -0.5}}, "losses must be 0 or positive, not all 0, got"),
+        ({"losses": {"lk": float("nan")}}, "losses must be 0 or positive, not all 0, got"),
     ],
-    ids=["depth", "layers", "vocabulary", "length", "log"],
+    ids=["depth", "layers", "vocabulary", "length", "log", "loss", "no-loss", "negative-loss", "nan-loss"],
 )
 def test_bad_recipes_are_refused(recipe: DrafterRecipe, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
