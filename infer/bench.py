@@ -146,6 +146,10 @@ def check(args: argparse.Namespace, arms: Sequence[Arm]) -> EngineConfig:
     check_policies(args, [config.speculation.policy, *(arm.policy for arm in arms)])
     for message in unused_flags(args, modes, config, args.temperature):
         warn(message)
+    for arm in arms:
+        dataclasses.replace(config.speculation, policy=arm.policy or config.speculation.policy)
+    if config.speculation.verification == "rejection" and any(args.temperature):
+        warn("with --verification rejection sampled texts have plain's law, not its tokens")
     if "plain" not in modes:
         warn("without mode plain there are no ratios and no comparison of outputs")
     return config

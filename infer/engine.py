@@ -64,7 +64,7 @@ class Engine:
         trace: file for a Perfetto trace, written by `close`.
 
     Raises:
-        ValueError: mode without drafter, artifacts of another tokenizer, target or drafter.
+        ValueError: mode without drafter, artifacts or settings that do not belong together.
     """
 
     def __init__(
@@ -79,6 +79,8 @@ class Engine:
         trace: Path | None = None,
     ) -> None:
         self.target = target
+        if record is not None and config.speculation.verification == "rejection":
+            raise ValueError("outcome records come from coupled verification; leave out one of the two")
         self.drafter = drafter
         self.predictor = predictor
         self.record = record

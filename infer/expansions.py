@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foredraft.infer.features import NodeContexts
+from foredraft.infer.features import MIN_LOG, NodeContexts
 from foredraft.infer.outcome_records import label_of
 from foredraft.infer.tree import SpeculationTree
 
@@ -50,7 +50,8 @@ class Expansions:
         while (parent := tree.parent(node)) is not None:
             known = self._of[parent]
             rank = label_of(known.candidate_ids_F, tree.token(node))
-            path.append((float(known.scores_F[rank]), rank))
+            is_candidate = rank < len(known.scores_F)  # a drawn guess may be none of them
+            path.append((float(known.scores_F[rank]) if is_candidate else MIN_LOG, rank))
             node = parent
         return path
 

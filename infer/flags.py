@@ -60,7 +60,8 @@ DRAFTED_ONLY = (
     *("verification", "saguaro"),
     *("draft_device", "allow_target_mismatch"),
 )
-SAMPLED_ONLY = ("top_k", "top_p", "min_p")
+SAMPLED_ONLY = ("top_k", "top_p", "min_p", "saguaro")
+COUPLED_ONLY = ("predictor", "policy")  # drawn guesses are all believed alike
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -139,7 +140,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.engine_config:
         base, _ = read_config(EngineConfig, ["--config", args.engine_config], "engine-config")
     speculation = dataclasses.replace(base.speculation, **given(args, SPECULATION_FLAGS))
-    if speculation.policy == "auto":
+    if speculation.policy == "auto" and speculation.verification == "coupled":
         policy: ExpandPolicy = "predictor" if "predictor" in args else "confidence"
         speculation = dataclasses.replace(speculation, policy=policy)
     return dataclasses.replace(base, **given(args, ENGINE_FLAGS), speculation=speculation)
@@ -178,6 +179,7 @@ def unused_flags(
         (DRAFTED_ONLY, set(modes) == {"plain"}, "mode plain"),
         (ASYNC_ONLY, "async" not in modes, f"mode {', '.join(modes)}"),
         (SAMPLED_ONLY, not any(temperatures), "temperature 0"),
+        (COUPLED_ONLY, spec.verification == "rejection", "--verification rejection"),
         (("draft_timeout_ms",), spec.on_miss != "wait" and not spec.lockstep, f"--on-miss {spec.on_miss}"),
         (("k", "budget"), spec.lockstep > 0, "--lockstep"),
         (("k",), not waits and spec.block == "tree", f"a tree, mode async and --on-miss {spec.on_miss}"),

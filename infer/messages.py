@@ -16,6 +16,7 @@ from foredraft.infer.params import SamplingParams, SpeculationParams
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
+SUM_TOLERANCE = 1e-4  # of float32 probabilities
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -60,6 +61,13 @@ class Outcome(_Message, tag="outcome", frozen=True, kw_only=True):
     settled: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 
 
+def _is_law(law: tuple[list[TokenId], list[float]]) -> bool:
+    """Whether a guess may have been drawn from it."""
+    ids, probs = law
+    # not a number is not positive either
+    return len(set(ids)) == len(probs) == len(ids) > 0 < min(probs) and abs(sum(probs) - 1.0) < SUM_TOLERANCE
+
+
 class Block(_Message, tag="block", frozen=True, kw_only=True):
     """Server to engine: the guesses that are ready, in topological order; none is a legal answer.
 
@@ -80,8 +88,8 @@ class Block(_Message, tag="block", frozen=True, kw_only=True):
             raise ValueError(f"ids, parents and path_probs must have one length, got {lengths}")
         if self.laws and len(self.laws) != len(self.ids):
             raise ValueError(f"laws must be none or one a guess, got {len(self.laws)} for {len(self.ids)}")
-        if any(len(ids) != len(probs) for ids, probs in self.laws):
-            raise ValueError("a law must have a probability a token")
+        if not all(map(_is_law, self.laws)):
+            raise ValueError("a law must have tokens that differ, and positive probabilities of sum 1")
         if any(not -1 <= parent < row for row, parent in enumerate(self.parents)):
             raise ValueError(f"parents must come before their children, got {self.parents}")
         if len(set(zip(self.parents, self.ids, strict=True))) != len(self.ids):

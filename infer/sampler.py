@@ -9,6 +9,8 @@ from typing import cast
 from foredraft.infer.params import SamplingParams
 from foredraft.kernels.draws import Draw, needs_tokens
 
+SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: no two nodes share a seed; large: seeds of other prompts are far
+
 
 class CoupledSampler:
     """Names the draws of one request: score = z + T * g(seed, position, choice, token) over the kept tokens.
@@ -48,3 +50,8 @@ class CoupledSampler:
 def greedy(draw: Draw) -> Draw:
     """The same row at temperature 0: the most probable token after penalties."""
     return replace(draw, filters=replace(cast(SamplingParams, draw.filters), temperature=0.0))
+
+
+def apart(draw: Draw, node: int) -> Draw:
+    """The same row with noise of its own, independent of that of other nodes at the same position."""
+    return replace(draw, seed=(draw.seed + (node + 1) * SEED_STRIDE) % 2**64)

@@ -25,7 +25,7 @@ from foredraft.infer.params import EngineConfig, ExpandPolicy, SamplingParams, S
 from foredraft.infer.predictor import OutcomePredictor, load_predictor
 from foredraft.infer.prompts import hash_prompt
 from foredraft.infer.recorder import MIN_FAN_OUT, OutcomeRecorder
-from foredraft.infer.sampler import CoupledSampler
+from foredraft.infer.sampler import CoupledSampler, apart
 from foredraft.infer.session import Expand, Expanded, Job, Session
 from foredraft.infer.step_plan import Row
 from foredraft.infer.tree import Advance, Block, SpeculationTree
@@ -126,8 +126,6 @@ class Speculator:
         """The policy, resolved; ValueError for `predictor` where there is none, or where F is beyond it."""
         policy = params.policy
         if params.verification == "rejection":
-            if self.recorder is not None:
-                raise ValueError("outcome records come from coupled verification; leave out one of the two")
             return "confidence-q"
         if policy == "auto":
             policy = "predictor" if self.predictor else "confidence"
@@ -291,15 +289,19 @@ class Speculator:
         paths = [tree.path_tokens(node) for node in nodes]
         positions = [session.root_position + tree.depth(node) + 1 for node in nodes]
         settled = session.tokens[len(sampler.prompt) :] if sampler.needs_outputs else []
+        draws = sampler.draws(positions, [settled + path for path in paths])
+        is_drawn = params.verification == "rejection"
+        if is_drawn:  # with shared noise, which outcomes are prepared would tell of the guesses below them
+            draws = [apart(draw, node) for draw, node in zip(draws, nodes, strict=True)]
         return Expand(
             nodes=nodes,
             anchor=session.root_position,
             paths=paths,
             echo=session.echo,
             contexts=session.expansions.contexts(tree, nodes, sampler.params.temperature),
-            draws=sampler.draws(positions, [settled + path for path in paths]),
+            draws=draws,
             fan_out=max(params.fan_out, self.fan_out),
-            factor=params.saguaro if params.verification == "rejection" else None,
+            factor=params.saguaro if is_drawn else None,
             policy=params.policy,
         )
 

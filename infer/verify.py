@@ -96,14 +96,17 @@ def paths(block: Block) -> list[list[int]]:
 def prune(block: Block, max_depth: int, vocab_size: int, max_nodes: int) -> Block:
     """The part of a block that may be verified: known tokens, not too deep, at most `max_nodes`.
 
-    A guess that is left out takes its descendants with it.
+    A guess that is left out takes its descendants with it. One whose law has unknown tokens is left out
+    whichever token was drawn: to look at the token would change the law of what is settled.
     """
     place = {-1: -1}
     kept: list[int] = []
-    for index, (depth, token, parent) in enumerate(
-        zip(depths(block), block.tokens, block.parents, strict=True)
+    laws = block.laws or [([token], [1.0]) for token in block.tokens]
+    for index, (depth, token, parent, (ids, _)) in enumerate(
+        zip(depths(block), block.tokens, block.parents, laws, strict=True)
     ):
-        if depth <= max_depth and 0 <= token < vocab_size and parent in place and len(kept) < max_nodes:
+        is_known = 0 <= token < vocab_size and max(ids) < vocab_size
+        if depth <= max_depth and is_known and parent in place and len(kept) < max_nodes:
             place[index] = len(kept)
             kept.append(index)
     return Block(
