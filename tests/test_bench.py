@@ -257,6 +257,10 @@ def test_without_plain_there_is_nothing_to_compare_with(
         ("--modes plain,plain", "each once"),
         ("--modes plain:confidence", "each once"),
         ("--modes plain,async:predictor", "policy predictor needs --predictor FOLDER"),
+        (
+            "--modes async:predictor --predictor p --verification rejection --block chain",
+            "confidence-q with rejection, got 'predictor'",
+        ),
         ("--repeats 0", "--repeats must be at least 1, got 0"),
         ("--limit 0", "--limit must be at least 1, got 0"),
         ("--temperature -1", "temperature must be in [0, 100), got -1.0"),
