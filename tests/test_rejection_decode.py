@@ -62,8 +62,8 @@ def exact_law(target: Path, length: int, top_k: int, temperature: float) -> dict
     [
         ("sync", 0.4, 100, 3),
         ("async", 1.0, 60, 3),
-        pytest.param("sync", 0.4, 4000, 4, marks=pytest.mark.slow),
-        pytest.param("async", 1.0, 1000, 3, marks=pytest.mark.slow),
+        pytest.param("sync", 0.4, 2000, 4, marks=pytest.mark.slow),
+        pytest.param("async", 1.0, 500, 3, marks=pytest.mark.slow),
     ],
 )
 def test_law_of_a_whole_decode(
@@ -80,12 +80,13 @@ def test_law_of_a_whole_decode(
     drawn = Counter(tuple(c.token_ids) for c in completions)
     law = exact_law(tiny_target, length, top_k=3, temperature=1.5)
     assert drawn.keys() <= law.keys()
-    likely = [path for path, probability in law.items() if probability * num_draws >= 5]
-    total = sum(law.values())
-    observed = [drawn[path] for path in likely]
-    expected = [law[path] / total * num_draws for path in likely]
-    rest = num_draws - sum(observed), num_draws - sum(expected)
-    assert chisquare([*observed, rest[0]], [*expected, rest[1]]).pvalue > 1e-4
+    observed: dict[tuple[int, ...], int] = {}
+    expected: dict[tuple[int, ...], float] = {}
+    for path, probability in law.items():
+        cell = path if probability * num_draws >= 5 else ()  # the rare ones together
+        observed[cell] = observed.get(cell, 0) + drawn[path]
+        expected[cell] = expected.get(cell, 0.0) + probability / sum(law.values()) * num_draws
+    assert chisquare(list(observed.values()), list(expected.values())).pvalue > 1e-4
 
 
 def test_laws_travel_to_the_bit() -> None:

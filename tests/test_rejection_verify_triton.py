@@ -35,6 +35,7 @@ def chains(
     """Logits, guesses and their laws: near the target's own, so that many guesses are accepted."""
     generator = torch.Generator().manual_seed(seed)
     logits_SMV = torch.randn(num_sequences, num_guesses + 1, vocab_size, generator=generator) * 3
+    logits_SMV[-1, :, vocab_size // 2 :] = -torch.inf  # whole slices without a possible token
     near_SKV = logits_SMV[:, :-1] + 0.7 * torch.randn(
         num_sequences, num_guesses, vocab_size, generator=generator
     )
