@@ -20,6 +20,7 @@ from foredraft.infer.params import EngineConfig, SamplingParams
 from foredraft.infer.prompts import hash_prompt
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import Row
+from foredraft.kernels import dispatch
 from foredraft.train.acceptance import sampling_of
 from foredraft.train.collect import collect
 from foredraft.train.continuous import ContinuousDecoder, Job
@@ -75,7 +76,9 @@ def engine_tokens(model: PagedModel, row: LogRow, eos_id: int, limit: int) -> li
     seq = model.pool.begin()
     logits_1V = model.prefill(seq, tokens)[None]
     while True:
-        tokens += sampler.choose(logits_1V, [len(tokens)], [tokens[row.first_position :]]).tolist()
+        tokens += dispatch.coupled_sample(
+            logits_1V, sampler.draws([len(tokens)], [tokens[row.first_position :]])
+        ).tolist()
         if tokens[-1] == eos_id or len(tokens) - row.first_position == limit:
             model.pool.free(seq)
             return tokens[row.first_position :]

@@ -199,7 +199,8 @@ def test_penalties_edit_what_openai_and_transformers_say() -> None:
 def test_penalties_cover_the_rows_own_path() -> None:
     sampler = CoupledSampler(SamplingParams(repetition_penalty=2.0), prompt=[2])
     logits_RV = torch.tensor([[4.0, 3.0, 1.0]] * 2)
-    assert sampler.choose(logits_RV, [5, 6], [[], [0]]).tolist() == [0, 1]
+    draws = sampler.draws([5, 6], [[], [0]])
+    assert coupled_sample_ref.coupled_sample(logits_RV, draws).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty", "logit_bias"])

@@ -116,7 +116,7 @@ def test_nothing_waits_between_launch_and_outcome(wide_target: Path, name: str) 
         rows = [Row(seq, token, node) for token, node in zip((5, 7, 8), nodes, strict=True)]
         logits_RV = model.step(rows)
         paths = [[5], [5, 7], [5, 7, 8]] if sampler.needs_outputs else []
-        chosen_R = sampler.choose(logits_RV, [78, 79, 80], paths)
+        chosen_R = dispatch.coupled_sample(logits_RV, sampler.draws([78, 79, 80], paths))
         model.pool.rollback(seq)
         return dispatch.verify_walk(tokens_1N, parents_1N, chosen_R[None]).bonus_S
 
