@@ -38,6 +38,7 @@ GROUP = {
 SETTINGS = {"draft_vocab_size": 300, "max_length": 64, "learning_rate": 0.001, "reserved_fraction": 0.0}
 TRAINING = {
     "recipe": {**SETTINGS, "init": {"source": "target"}},
+    "losses": {"forward_kl": 1.0},
     "log": {**LOG, "groups": [GROUP]},
     "tokens": 400, "steps": 10, "seconds": 1.5, "processes": 1, "versions": {"torch": "2"}, "git": None,
 }  # fmt: skip
