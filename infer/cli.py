@@ -11,6 +11,7 @@ from foredraft.infer.config import UserError, nearest, run_command
 
 # command: (module with `main(argv) -> exit code`, what it does); strings, as infer/ never imports train/
 COMMANDS = {
+    "synthesise": ("foredraft.train.synthesise", "prompts drawn from the target itself"),
     "log": ("foredraft.train.collect", "run the target over prompts, write the target log"),
     "train-drafter": ("foredraft.train.drafter", "distil a drafter from the log"),
     "outcomes": ("foredraft.train.outcomes", "replay the drafter over the log, write outcome records"),

@@ -179,7 +179,7 @@ def make_log(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Cal
     """`make_log(prompts, heldout, **LogRecipe fields)` -> log of the tiny target; `heldout(n)` splits."""
     # not above: a machine that only serves has no pyarrow
     from foredraft.train.collect import collect
-    from foredraft.train.recipe import LogRecipe, ResponseGroup
+    from foredraft.train.log_recipe import LogRecipe, ResponseGroup
 
     def make(prompts: list[str], heldout: Callable[[int], bool], **changes: Any) -> TargetLog:
         folder = tmp_path_factory.mktemp("logged")

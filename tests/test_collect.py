@@ -24,9 +24,9 @@ from foredraft.kernels import dispatch
 from foredraft.train.acceptance import sampling_of
 from foredraft.train.collect import collect
 from foredraft.train.continuous import ContinuousDecoder, Job
+from foredraft.train.log_recipe import LogRecipe, ResponseGroup
 from foredraft.train.log_rows import LogRow
 from foredraft.train.prompt_set import read_log_prompts
-from foredraft.train.recipe import LogRecipe, ResponseGroup
 from foredraft.train.target_log import TargetLog
 
 TEXTS = [

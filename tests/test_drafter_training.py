@@ -22,15 +22,10 @@ from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.drafters import load_drafter
 from foredraft.infer.params import EngineConfig
 from foredraft.train.drafter import train_drafter
+from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe
+from foredraft.train.log_recipe import LogRecipe
 from foredraft.train.log_rows import LogRow
-from foredraft.train.recipe import (
-    DrafterRecipe,
-    ExportRecipe,
-    InitRecipe,
-    LogRecipe,
-    OutcomesRecipe,
-    PredictorRecipe,
-)
+from foredraft.train.recipe import ExportRecipe, OutcomesRecipe, PredictorRecipe
 from foredraft.train.target_log import TargetLog
 from foredraft.train.trainer import Trainer
 

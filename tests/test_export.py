@@ -26,8 +26,10 @@ from foredraft.infer.request import Completion
 from foredraft.train import export as export_module
 from foredraft.train.collect import collect
 from foredraft.train.drafter import train_drafter
+from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe
 from foredraft.train.export import export
-from foredraft.train.recipe import DrafterRecipe, ExportRecipe, InitRecipe, LogRecipe, ResponseGroup
+from foredraft.train.log_recipe import LogRecipe, ResponseGroup
+from foredraft.train.recipe import ExportRecipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 PROMPTS = [[1, 7, 7, 30, 31], list(range(40, 110)), [5, 6, 5, 6, 5]]

@@ -17,10 +17,11 @@ from foredraft.infer.outcome_records import UNKNOWN, OutcomeRecords
 from foredraft.infer.params import EngineConfig, SpeculationParams
 from foredraft.train.acceptance import chain_rounds, sampling_of
 from foredraft.train.allocation import Rounds
+from foredraft.train.log_recipe import ResponseGroup
 from foredraft.train.log_rows import LogRow
 from foredraft.train.outcome_log import OutcomeLog
 from foredraft.train.outcomes import replay
-from foredraft.train.recipe import OutcomesRecipe, ResponseGroup
+from foredraft.train.recipe import OutcomesRecipe
 from foredraft.train.splits import part_of
 from foredraft.train.target_log import TargetLog
 

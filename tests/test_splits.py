@@ -16,9 +16,10 @@ from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.train import trainer
 from foredraft.train.batches import Batch
 from foredraft.train.drafter import train_drafter
+from foredraft.train.drafter_recipe import DrafterRecipe
+from foredraft.train.log_recipe import ResponseGroup
 from foredraft.train.log_rows import LogRow
 from foredraft.train.prompt_set import split_of
-from foredraft.train.recipe import DrafterRecipe, ResponseGroup
 from foredraft.train.splits import fraction_of, part_of
 from foredraft.train.target_log import TargetLog
 

@@ -24,10 +24,10 @@ from foredraft.infer.identity import chat_template_sha256, identify_target, toke
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import Target, load_tokenizer
 from foredraft.train.continuous import ContinuousDecoder, Job, Response, num_pages_for
+from foredraft.train.log_recipe import LogRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.progress import ProgressReport
 from foredraft.train.prompt_set import LogPrompt, prompts_sha256, read_log_prompts
-from foredraft.train.recipe import LogRecipe
 from foredraft.train.target_log import LogManifest, TargetLog
 
 # settings that may change between a run and the one that takes it up; prompts and target are compared by hash

@@ -28,8 +28,8 @@ from foredraft.infer.target import load_tokenizer
 from foredraft.train.artifact import write_drafter
 from foredraft.train.draft_vocab import choose_draft_vocab, expected_counts
 from foredraft.train.drafter_init import build_drafter
+from foredraft.train.drafter_recipe import DrafterRecipe
 from foredraft.train.log_rows import LogRow
-from foredraft.train.recipe import DrafterRecipe
 from foredraft.train.splits import part_of
 from foredraft.train.student import Student
 from foredraft.train.target_log import TargetLog

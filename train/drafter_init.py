@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.paged_model import load_causal_lm
 from foredraft.infer.params import EngineConfig
-from foredraft.train.recipe import DrafterRecipe, InitRecipe
+from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe
 
 
 def build_drafter(recipe: DrafterRecipe, target_tokenizer_sha256: str) -> PreTrainedModel:

@@ -18,9 +18,9 @@ from foredraft.train.acceptance import measure_acceptance
 from foredraft.train.batches import Batch, BatchPlan, collate, trained_length
 from foredraft.train.checkpoint import LoopState, load_checkpoint, save_checkpoint
 from foredraft.train.draft_vocab import invert
+from foredraft.train.drafter_recipe import DrafterRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.progress import ProgressReport
-from foredraft.train.recipe import DrafterRecipe
 from foredraft.train.student import Student
 
 ADAM_BETAS = (0.9, 0.95)
