@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import zmq
 
 from foredraft.infer import messages
@@ -156,6 +157,29 @@ class DraftClient:
             request=request, round=round_number, base_position=base_position, settled=list(settled)
         )
         return request in self._opened and self._link.send(message)
+
+    def states(self, request: str, round_number: int, base_position: int, bits_NS: np.ndarray) -> None:
+        """Send states of the target in chunks. Does not wait.
+
+        Args:
+            request: an open request.
+            round_number: of the last message.
+            base_position: absolute position of the first row.
+            bits_NS: uint16 [N, S].
+        """
+        if request not in self._opened:
+            return
+        num_rows = max(1, messages.MAX_STATE_BYTES // bits_NS[:1].nbytes) if len(bits_NS) else 1
+        for start in range(0, len(bits_NS), num_rows):
+            rows_NS = bits_NS[start : start + num_rows]
+            message = messages.States(
+                request=request,
+                round=round_number,
+                base_position=base_position + start,
+                num_rows=len(rows_NS),
+                bits=rows_NS.tobytes(),
+            )
+            self._link.send(message)
 
     def receive_block(
         self, request: str, round_number: int, timeout: float | None = None

@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import zmq
 
 from foredraft.infer import messages
@@ -233,6 +234,8 @@ class DraftLoop:
         match message:
             case messages.Outcome():
                 self._on_outcome(lease, peer, message)
+            case messages.States():
+                self._on_states(lease, message)
             case messages.Open():
                 self._on_open(key, peer, message)
             case messages.Close():
@@ -265,6 +268,16 @@ class DraftLoop:
         expires = time.monotonic() + self._options.lease_seconds
         lease = self._leases[key] = Lease(key, peer, message.request, message.speculation, expires)
         self._begin_round(lease, message.round, "open")
+
+    def _on_states(self, lease: Lease | None, message: messages.States) -> None:
+        """Take in states; where some are missing, the request is closed and the outcome's answer says so."""
+        if lease is None:
+            return
+        bits_NS = np.frombuffer(message.bits, np.uint16).reshape(message.num_rows, -1)
+        try:
+            self._speculator.feed(lease.key, message.base_position, bits_NS)
+        except KeyError:
+            self._drop(lease)
 
     def _on_outcome(self, lease: Lease | None, peer: bytes, message: messages.Outcome) -> None:
         if lease is not None:

@@ -24,7 +24,7 @@ from foredraft.infer.draft_worker import Drafting
 from foredraft.infer.drafter_card import family_of, read_drafter_card
 from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
-from foredraft.infer.params import EngineConfig, SamplingParams, SpeculationParams
+from foredraft.infer.params import EngineConfig
 from foredraft.infer.tracing import Trace
 
 SWITCH_SECONDS = 1e-4  # how long the worker may keep the interpreter from the I/O thread
@@ -61,9 +61,7 @@ def load_speculator(arguments: argparse.Namespace) -> tuple[Drafting, messages.R
         arguments.drafter, config, predictor=arguments.predictor, record=arguments.record
     )
     drafter = speculator.drafter
-    speculator.open("warm-up", [0, 0], SamplingParams(seed=0, max_new_tokens=1), SpeculationParams())
-    speculator.expand("warm-up", 2)
-    speculator.close("warm-up")
+    speculator.warm_up()
     return speculator, messages.Ready(
         family=family_of(card),
         max_depth=drafter.max_depth,

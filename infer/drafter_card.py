@@ -15,6 +15,20 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateNeeds:
+    """Which hidden states of the target a drafter feeds on; ids as in foredraft.infer.state_tap."""
+
+    layers: tuple[int, ...] = ()  # none: it reads tokens only
+    width: int = 0  # numbers of one token, all layers together
+    keeps_all: bool = False  # every token's states, not just the last one's
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one token, as bfloat16."""
+        return 2 * self.width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterCard:
     """Content of foredraft.json."""
 
@@ -23,6 +37,7 @@ class DrafterCard:
     tokenizer_sha256: str
     draft_vocab: str | None  # name of the file that holds d2t, None: the whole vocabulary
     max_depth: int  # the tree is never expanded beyond it
+    states: StateNeeds = field(default_factory=StateNeeds)
     training: dict[str, Any] = field(default_factory=dict)  # recipe, tokens, seconds, versions, git
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -41,7 +56,9 @@ def read_drafter_card(source: str | Path) -> DrafterCard | None:
         schema = content.pop("schema")
         if schema != SCHEMA:
             raise ValueError(f"schema {SCHEMA} expected, found {schema!r}")
-        return DrafterCard(**{**content, "target": TargetIdentity(**content["target"])})
+        states = content.pop("states", {})
+        needs = StateNeeds(**{**states, "layers": tuple(states.get("layers", ()))})
+        return DrafterCard(**{**content, "target": TargetIdentity(**content["target"]), "states": needs})
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a drafter description ({error}); "

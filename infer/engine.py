@@ -20,10 +20,9 @@ from typing import Self, cast
 
 import torch
 
-from foredraft.infer.drafter_card import check_drafter, drafter_sha256, read_drafter_card
+from foredraft.infer.belonging import check_drafter_of, check_predictor_of
+from foredraft.infer.drafter_card import StateNeeds
 from foredraft.infer.guessers import EMPTY_BLOCK, Guess, Guesser, PlainGuesser, SyncGuesser
-from foredraft.infer.hub import local_folder
-from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.params import (
     MODES,
     EngineConfig,
@@ -34,7 +33,6 @@ from foredraft.infer.params import (
     num_cores,
 )
 from foredraft.infer.planner import FLAT, BlockPlanner
-from foredraft.infer.predictor import check_predictor, read_predictor_card
 from foredraft.infer.prompts import Message, Prompt, draw_seed, encode
 from foredraft.infer.remote_guesser import RemoteGuesser
 from foredraft.infer.request import Completion, Request
@@ -43,7 +41,8 @@ from foredraft.infer.speculator import Speculator
 from foredraft.infer.stats import RequestStats, RoundRecord
 from foredraft.infer.step_plan import Row
 from foredraft.infer.stopping import StopChecker
-from foredraft.infer.target import Target, load_tokenizer
+from foredraft.infer.target import Target
+from foredraft.infer.target_states import TargetStates, to_bits
 from foredraft.infer.tracing import Trace
 from foredraft.infer.verify import depths, paths, prune, settle
 from foredraft.infer.verify_times import measure_verify_seconds
@@ -90,11 +89,13 @@ class Engine:
         self.trace = Trace("engine", is_on=trace is not None)
         self.guessers: dict[Mode, Guesser] = {"plain": PlainGuesser()}
         self.request_ids = itertools.count()
+        self.state_needs = StateNeeds()
         if drafter is not None:
-            self._check_drafter(drafter)
+            self.state_needs = check_drafter_of(target, drafter, config)
         if predictor is not None:
-            self._check_predictor(predictor)
+            check_predictor_of(drafter, predictor)
         self._check_mode(mode)
+        target.model.catch_states(self.state_needs.layers)
         torch.set_num_threads(self.num_threads)
 
     @classmethod
@@ -132,24 +133,6 @@ class Engine:
             yield
         finally:
             torch.set_num_threads(self.num_threads)
-
-    def _check_drafter(self, drafter: str) -> None:
-        """Refuse a drafter that does not belong to the target."""
-        expected = tokenizer_sha256(self.target.tokenizer)
-        card = read_drafter_card(drafter)
-        if card is not None:
-            check_drafter(
-                card, self.target.identity, expected, allow_target_mismatch=self.config.allow_target_mismatch
-            )
-        else:
-            found = tokenizer_sha256(load_tokenizer(str(local_folder(drafter)), self.config.of_drafter))
-            check_tokenizer(found, expected, "the drafter", self.target.source)
-
-    def _check_predictor(self, predictor: str) -> None:
-        """Refuse a predictor without drafter, or of another one."""
-        if self.drafter is None:
-            raise ValueError("a predictor needs its drafter; give both or none")
-        check_predictor(read_predictor_card(predictor), predictor, drafter_sha256(self.drafter))
 
     def _check_mode(self, mode: str) -> None:
         """Raise ValueError for an unknown mode, or one that lacks its drafter."""
@@ -251,6 +234,7 @@ class Engine:
             stats=RequestStats(mode),
             speculation=speculation,
             planner=BlockPlanner(self._verify_seconds(mode, speculation)),
+            states=TargetStates(self.state_needs) if self.state_needs.layers and mode != "plain" else None,
         )
 
     def _verify_seconds(self, mode: Mode, speculation: SpeculationParams) -> tuple[float, ...]:
@@ -288,10 +272,12 @@ class Engine:
         """Run the prompt and choose the first token."""
         model, started = self.target.model, time.perf_counter()
         num_chunks = model.num_prefill_chunks
+        model.caught.clear()
         with self.trace.span("prefill", request=request.id, tokens=request.num_prompt):
             logits_V = model.prefill(request.seq, request.tokens)
             draws = request.sampler.draws([request.num_prompt], [[]])
             first = settle(EMPTY_BLOCK, logits_V[None], draws).settled
+        self._keep_states(request, range(request.num_prompt))
         self._settle(request, first)
         request.stats.prefill_chunks = model.num_prefill_chunks - num_chunks
         request.stats.seconds_prefill = time.perf_counter() - started
@@ -340,8 +326,17 @@ class Engine:
         draws = request.sampler.draws(positions, [said + path for path in [[], *paths(block)]])
         verdict = settle(block, logits_RV, draws, request.speculation.verification)
         request.planner.observe(len(block.nodes), len(verdict.settled))
-        model.pool.commit(request.seq, [nodes[0], *(nodes[index + 1] for index in verdict.accepted)])
+        path = [0, *(index + 1 for index in verdict.accepted)]
+        self._keep_states(request, path)
+        model.pool.commit(request.seq, [nodes[row] for row in path])
         return replace(guess, block=block), verdict.settled
+
+    def _keep_states(self, request: Request, rows: Sequence[int]) -> None:
+        """Keep the states of settled rows of what ran last, for a drafter that feeds on them."""
+        if self.state_needs.layers:
+            states_RS = self.target.model.take_states()
+            if request.states is not None:
+                request.states.extend(to_bits(states_RS[list(rows)]))
 
     def _settle(self, request: Request, tokens: list[int]) -> int:
         """Append settled tokens up to the end of the completion; the number kept."""

@@ -34,14 +34,20 @@ class Expansions:
     def __init__(self) -> None:
         self._of: dict[int, Expansion] = {}
 
-    def contexts(self, tree: SpeculationTree, nodes: Sequence[int], temperature: float) -> NodeContexts:
-        """What the tree knows of nodes that are about to be expanded."""
+    def contexts(
+        self, tree: SpeculationTree, nodes: Sequence[int], temperature: float, num_own: Sequence[int]
+    ) -> NodeContexts:
+        """What the tree knows of nodes that are about to be expanded.
+
+        `num_own`: for each, the steps since a state of the target; 0 for drafters that read none.
+        """
         paths = [self._path(tree, node) for node in nodes]
         return NodeContexts(
             temperature_R=np.full(len(nodes), temperature, np.float32),
             depth_R=np.array([tree.depth(node) for node in nodes], np.int32),
             log_path_confidence_R=np.array([sum(score for score, _ in path) for path in paths], np.float32),
             last_rank_R=np.array([path[0][1] if path else 0 for path in paths], np.int32),
+            num_own_R=np.array(num_own, np.int32),
         )
 
     def _path(self, tree: SpeculationTree, node: int) -> list[tuple[float, int]]:

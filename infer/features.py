@@ -22,6 +22,7 @@ NODE_FEATURES = (
     "best_score",
     "gap",  # best score minus the second
     "log_other",  # log of the confidence outside the candidates
+    "num_own",  # steps since a state of the target; 0 for drafters that read none
 )
 CANDIDATE_FEATURES = (
     "score",
@@ -46,6 +47,7 @@ class NodeContexts:
     depth_R: np.ndarray  # int32
     log_path_confidence_R: np.ndarray  # float32, <= 0
     last_rank_R: np.ndarray  # int32
+    num_own_R: np.ndarray  # int32, steps since a state of the target
 
 
 def node_features(candidates: Candidates, contexts: NodeContexts) -> np.ndarray:
@@ -62,6 +64,7 @@ def node_features(candidates: Candidates, contexts: NodeContexts) -> np.ndarray:
         "best_score": np.maximum(best_R, MIN_LOG),
         "gap": np.minimum(best_R - second_R, NO_GAP),
         "log_other": log_other(scores_RF),
+        "num_own": contexts.num_own_R,
     }
     return np.stack([columns[name].astype(np.float32) for name in NODE_FEATURES], axis=1)
 

@@ -86,6 +86,7 @@ class SyncGuesser:
     def __init__(self, speculator: Speculator, trace: Trace) -> None:
         self.speculator = speculator
         self.trace = trace
+        self.num_fed = 0  # positions whose states the speculator has
 
     def prepare(self, request: Request) -> None:
         """The drafter has to wait for its turn."""
@@ -100,6 +101,15 @@ class SyncGuesser:
             request.num_remaining,
             request.num_prompt,
         )
+        self.num_fed = 0
+        self.feed(request)
+
+    def feed(self, request: Request) -> None:
+        """Hand over the target's states that are new, to a drafter that feeds on them."""
+        if request.states is not None:
+            bits_NS = request.states.since(self.num_fed)
+            self.num_fed = request.states.num
+            self.speculator.feed(request.id, self.num_fed - len(bits_NS), bits_NS)
 
     def guess(self, request: Request) -> Guess:
         """Expand k times (or as often as lockstep says), then the best block."""
@@ -109,6 +119,7 @@ class SyncGuesser:
 
     def outcome(self, request: Request, settled: Sequence[int]) -> None:
         """Re-root the tree."""
+        self.feed(request)
         self.speculator.advance(request.id, len(request.tokens) - len(settled), settled)
 
     def close(self, request: Request) -> int:

@@ -1,4 +1,4 @@
-"""The tensors behind the KV pool: keys and values of every layer, by slot."""
+"""The tensors behind the KV pool: keys and values of every layer, and a drafter's own states, by slot."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ class KVStorage:
     """One stacked tensor [B, N, K, D] a distinct (heads, dim): one operation moves slots in all layers."""
 
     def __init__(
-        self, layers: Mapping[int, LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Mapping[int, LayerShape],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        state_dim: int = 0,
     ) -> None:
         wanted: dict[tuple[int, int], list[tuple[int, str]]] = {}
         for layer, shape in layers.items():
             wanted.setdefault((shape.num_kv_heads, shape.key_dim), []).append((layer, "key"))
             wanted.setdefault((shape.num_kv_heads, shape.value_dim), []).append((layer, "value"))
+        if state_dim:
+            wanted.setdefault((1, state_dim), []).append((0, "state"))
         self.stacks: list[torch.Tensor] = []
         self.views: dict[tuple[int, str], torch.Tensor] = {}
         for (heads, dim), names in wanted.items():
@@ -44,6 +51,11 @@ class KVStorage:
     def values(self, layer: int) -> torch.Tensor:
         """[N, K, Dv] of one layer."""
         return self.views[layer, "value"]
+
+    @property
+    def states(self) -> torch.Tensor:
+        """[N, S]: what a drafter made of every token, for the step after it."""
+        return self.views[0, "state"][:, 0]
 
     def move(self, batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Apply the pool's moves in order; within a batch all sources are read before any is written."""

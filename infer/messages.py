@@ -1,4 +1,6 @@
-"""The messages between engine and draft server: typed, versioned, small; token ids only, never logits.
+"""The messages between engine and draft server: typed, versioned, small; never logits.
+
+Token ids suffice, but for drafters that feed on states of the target: these get them in chunks.
 
 A frame is the msgpack array [version, message]; a message is a map with its `type`. Every message carries
 the request it is about (empty: the server itself) and a round. Each open and outcome of a request has a
@@ -14,8 +16,9 @@ import msgspec
 
 from foredraft.infer.params import SamplingParams, SpeculationParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
+MAX_STATE_BYTES = 1 << 20  # of one message: a long prompt must not keep an outcome waiting
 SUM_TOLERANCE = 1e-4  # of float32 probabilities
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -59,6 +62,22 @@ class Outcome(_Message, tag="outcome", frozen=True, kw_only=True):
 
     base_position: Count  # absolute position of settled[0]
     settled: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+
+
+class States(_Message, tag="states", frozen=True, kw_only=True):
+    """Engine to server, before the outcome that they belong to: the target's states of settled tokens.
+
+    Rows of bfloat16 bits in the machine's order, layers side by side as the drafter's card names them. They
+    follow those of the last message; for drafters that want the last row only, any may be left out.
+    """
+
+    base_position: Count  # absolute position of the first row
+    num_rows: Annotated[int, msgspec.Meta(ge=1)]
+    bits: bytes
+
+    def __post_init__(self) -> None:
+        if not self.bits or len(self.bits) % (2 * self.num_rows):
+            raise ValueError(f"{len(self.bits)} bytes are not {self.num_rows} rows of 16-bit numbers")
 
 
 def _is_law(law: tuple[list[TokenId], list[float]]) -> bool:
@@ -140,7 +159,7 @@ class Error(_Message, tag="error", frozen=True, kw_only=True):
     text: str
 
 
-Message = Open | Outcome | Block | Unknown | Close | Ping | Pong | Stats | Ready | Error
+Message = Open | Outcome | States | Block | Unknown | Close | Ping | Pong | Stats | Ready | Error
 
 
 class _Envelope(msgspec.Struct, array_like=True):

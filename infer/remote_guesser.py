@@ -64,6 +64,7 @@ class RemoteGuesser:
         )
         self.round = 0  # of the request's last message
         self.num_outcomes = 0  # outcomes that followed a verification
+        self.num_sent = 0  # positions whose states the server has
         self.guessed_at = 0.0
 
     def prepare(self, request: Request) -> None:
@@ -79,6 +80,7 @@ class RemoteGuesser:
     def open(self, request: Request) -> None:
         """Tell the first token."""
         self.on_miss.open(request)
+        self.send_states(request)
         self.send_outcome(request, 1)
 
     def guess(self, request: Request) -> Guess:
@@ -100,6 +102,7 @@ class RemoteGuesser:
     def outcome(self, request: Request, settled: Sequence[int]) -> None:
         """Tell the server what the round settled."""
         self.num_outcomes += 1
+        self.send_states(request)
         self.send_outcome(request, len(settled))
         self.client.observe_verify(time.perf_counter() - self.guessed_at)
 
@@ -128,6 +131,16 @@ class RemoteGuesser:
                 speculation=request.speculation,
             )
         )
+        self.num_sent = 0
+        self.send_states(request)
+
+    def send_states(self, request: Request) -> None:
+        """The target's states that a drafter which feeds on them does not have yet."""
+        if request.states is None:
+            return
+        bits_NS = request.states.since(self.num_sent)
+        self.client.states(request.id, self.round, request.states.num - len(bits_NS), bits_NS)
+        self.num_sent = request.states.num
 
     def send_outcome(self, request: Request, num_settled: int) -> None:
         """The last `num_settled` tokens of the request, to a server that knows the ones before."""

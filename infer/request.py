@@ -10,6 +10,7 @@ from foredraft.infer.planner import BlockPlanner
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.stats import RequestStats
 from foredraft.infer.stopping import StopChecker
+from foredraft.infer.target_states import TargetStates
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Request:
     stats: RequestStats
     speculation: SpeculationParams
     planner: BlockPlanner
+    states: TargetStates | None = None  # of all tokens before the root, for a drafter that feeds on them
 
     @property
     def root_position(self) -> int:

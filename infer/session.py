@@ -10,13 +10,13 @@ from typing import Literal
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates, Drawn
+from foredraft.infer.drafters import Candidates, Drawn, Step
 from foredraft.infer.echo import Echo
 from foredraft.infer.expansions import Expansions
 from foredraft.infer.features import NodeContexts
+from foredraft.infer.feeding import Feeding
 from foredraft.infer.params import ExpandPolicy, SpeculationParams
 from foredraft.infer.sampler import CoupledSampler
-from foredraft.infer.step_plan import StepPlan
 from foredraft.infer.tree import Law, SpeculationTree
 from foredraft.kernels.draws import Draw
 
@@ -54,8 +54,7 @@ class Job:
     """Planned work of one request: a chunk of its prompt, or rows whose candidates grow its tree."""
 
     request_id: str
-    plan: StepPlan
-    moves: list[tuple[np.ndarray, np.ndarray]]
+    step: Step
     expand: Expand | None  # None in a prefill
 
     @property
@@ -66,7 +65,7 @@ class Job:
     @property
     def num_rows(self) -> int:
         """Real rows of the step."""
-        return self.plan.num_rows
+        return self.step.plan.num_rows
 
 
 @dataclass(slots=True)
@@ -86,6 +85,7 @@ class Session:
     block_nodes: set[int] = field(default_factory=set)  # of the block being verified
     num_spent: int = 0  # nodes expanded outside the block since the last outcome
     evicted: set[int] = field(default_factory=set)  # tree nodes whose KV was given up
+    feeding: Feeding | None = None  # for drafters that read the target's states
     laws: dict[int, Law] = field(default_factory=dict)  # rejection: of the guess below an expanded node
     num_expansions: int = 0
     num_recomputed: int = 0
@@ -96,9 +96,10 @@ class Session:
         return len(self.tokens) - 1
 
     @property
-    def has_budget(self) -> bool:
-        """Whether more outcomes may be prepared before the next one arrives."""
-        return self.params.budget == 0 or self.num_spent < self.params.budget
+    def can_expand(self) -> bool:
+        """Whether outcomes may be prepared: the budget allows it, and what the root starts from is there."""
+        has_budget = self.params.budget == 0 or self.num_spent < self.params.budget
+        return has_budget and (self.feeding is None or self.feeding.is_ready(self.root_position))
 
     def with_guess(
         self, node: int, drawn: Drawn, row: int, tokens: list[int], probs: list[float]

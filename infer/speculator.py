@@ -19,15 +19,16 @@ from foredraft.infer.drafters import Candidates, Drafter, load_drafter
 from foredraft.infer.echo import Echo
 from foredraft.infer.expansions import Expansion
 from foredraft.infer.features import node_features
+from foredraft.infer.feeding import Feeding
+from foredraft.infer.job_planner import JobPlanner
 from foredraft.infer.kv_pool import PoolExhausted
 from foredraft.infer.outcome_records import NO_TOKEN
 from foredraft.infer.params import EngineConfig, ExpandPolicy, SamplingParams, SpeculationParams
 from foredraft.infer.predictor import OutcomePredictor, load_predictor
 from foredraft.infer.prompts import hash_prompt
 from foredraft.infer.recorder import MIN_FAN_OUT, OutcomeRecorder
-from foredraft.infer.sampler import CoupledSampler, apart
-from foredraft.infer.session import Expand, Expanded, Job, Session
-from foredraft.infer.step_plan import Row
+from foredraft.infer.sampler import CoupledSampler
+from foredraft.infer.session import Expanded, Job, Session
 from foredraft.infer.tree import Advance, Block, SpeculationTree
 from foredraft.kernels import dispatch
 
@@ -54,6 +55,7 @@ class Speculator:
         self.fan_out = max(fan_out, MIN_FAN_OUT if recorder else 0)
         self.recorder = recorder
         self.sessions: dict[str, Session] = {}
+        self.planner = JobPlanner(drafter, self.sessions, self.fan_out)
 
     @classmethod
     def load(
@@ -120,6 +122,7 @@ class Speculator:
             pending=list(tokens[:-1]),
             prompt_hash=hash_prompt(tokens[:num_prompt]),
             echo=Echo(tokens),
+            feeding=Feeding(self.drafter.states) if self.drafter.states.layers else None,
         )
 
     def _policy_of(self, params: SpeculationParams) -> ExpandPolicy:
@@ -183,6 +186,9 @@ class Speculator:
         """
         path = [session.kv_nodes[node] for node in outcome.path if node in session.kv_nodes]
         kept = {node: kv for node, kv in session.kv_nodes.items() if node in outcome.survivors}
+        if session.feeding is not None:
+            computed = outcome.path[: len(path)]
+            session.feeding.commit(session.root_position, computed, outcome.survivors)
         try:
             self.drafter.pool.commit(session.seq, path, list(kept.values()))
         except PoolExhausted:  # the subtree is in the way of the prefix: it is computed again
@@ -208,119 +214,33 @@ class Speculator:
         return block
 
     def next_job(self, request_id: str | None = None) -> Job | None:
-        """Plan the best work: prompts first, then the request with the most probable node; None without.
+        """Plan the best work of one request, or of all; None without. Bookkeeping only."""
+        return self.planner.next_job(request_id)
 
-        Bookkeeping only; the jobs must be run in the order in which they were planned.
+    def feed(self, request_id: str, base_position: int, bits_NS: np.ndarray) -> None:
+        """Take in states of the target, for a drafter that feeds on them. Bookkeeping only.
+
+        Args:
+            request_id: an open request.
+            base_position: position of the first of them.
+            bits_NS: bfloat16 bits, uint16 [N, S], all layers side by side.
+
+        Raises:
+            KeyError: unknown request, or states that do not follow the last ones.
+            ValueError: another width, or a drafter that wants none.
         """
-        names = [request_id] if request_id is not None else list(self.sessions)
-        ranked = []
-        for name in names:
-            session = self.sessions[name]
-            if len(session.pending) >= self.drafter.row_bucket:
-                if (job := self._plan_pending(name, session)) is not None:
-                    return job
-            elif session.has_budget and (first := self._select(session, 1)):
-                ranked.append((session.tree.path_prob(first[0]), name))
-        for _, name in sorted(ranked, reverse=True):
-            if (job := self._plan_expansion(name, self.sessions[name])) is not None:
-                return job
-        return None
-
-    def _select(self, session: Session, width: int) -> list[int]:
-        """The most probable nodes within the context, and worth the KV that they may push out."""
-        tree = session.tree
-        nodes = tree.select(width, shape=session.params.block, chain_depth=session.params.k)
-        room = self.drafter.max_positions - session.root_position
-        weakest = 0.0
-        if len(session.kv_nodes) + len(nodes) > self.drafter.pool.max_suffix:
-            weakest = min(tree.path_prob(node) for node in session.kv_nodes)
-        return [node for node in nodes if tree.depth(node) < room and tree.path_prob(node) > weakest]
-
-    def _plan_pending(self, request_id: str, session: Session) -> Job | None:
-        """A chunk of settled tokens without KV: the prompt."""
-        chunk = session.pending[: self.drafter.prefill_room(session.seq)]
-        try:
-            plan = self.drafter.plan_prefill(session.seq, chunk)
-        except PoolExhausted:
-            return None
-        del session.pending[: len(chunk)]
-        return Job(request_id, plan, self.drafter.pool.drain_moves(), None)
-
-    def _plan_expansion(self, request_id: str, session: Session) -> Job | None:
-        """The best leaves of one request as one batched step.
-
-        The few settled tokens that a miss left without KV go first: then the root has none either, and is the
-        only leaf.
-        """
-        tree, pool = session.tree, self.drafter.pool
-        nodes = self._select(session, self.drafter.row_bucket - len(session.pending))
-        if not nodes:
-            return None
-        # a node is selected only after its parent was expanded: all parents but the root's have KV
-        parents = [None if (up := tree.parent(node)) is None else session.kv_nodes[up] for node in nodes]
-        try:
-            appended = pool.append(session.seq, parents, [tree.path_prob(node) for node in nodes])
-            pool.extend(session.seq, len(session.pending))  # below the suffix, which holds only the root then
-        except PoolExhausted:
-            if session.pending:
-                pool.rollback(session.seq)
-            return None
-        self._forget_evicted(session, appended.evicted)
-        session.kv_nodes.update(zip(nodes, appended.nodes, strict=True))
-        session.num_recomputed += len(session.evicted.intersection(nodes))
-        session.num_expansions += 1
-        session.num_spent += sum(node not in session.block_nodes for node in nodes)
-        tree.mark_in_flight(nodes)
-        first = session.root_position - len(session.pending)
-        rows = [
-            Row(session.seq, token, position=first + index) for index, token in enumerate(session.pending)
-        ]
-        rows += [
-            Row(session.seq, tree.token(node), kv) for node, kv in zip(nodes, appended.nodes, strict=True)
-        ]
-        session.pending.clear()
-        return Job(
-            request_id, self.drafter.plan_rows(rows), pool.drain_moves(), self._expand_of(session, nodes)
-        )
-
-    def _expand_of(self, session: Session, nodes: list[int]) -> Expand:
-        """What is to be found out about nodes."""
-        tree, sampler, params = session.tree, session.sampler, session.params
-        paths = [tree.path_tokens(node) for node in nodes]
-        positions = [session.root_position + tree.depth(node) + 1 for node in nodes]
-        settled = session.tokens[len(sampler.prompt) :] if sampler.needs_outputs else []
-        draws = sampler.draws(positions, [settled + path for path in paths])
-        is_drawn = params.verification == "rejection"
-        if is_drawn:  # with shared noise, which outcomes are prepared would tell of the guesses below them
-            draws = [apart(draw, node) for draw, node in zip(draws, nodes, strict=True)]
-        return Expand(
-            nodes=nodes,
-            anchor=session.root_position,
-            paths=paths,
-            echo=session.echo,
-            contexts=session.expansions.contexts(tree, nodes, sampler.params.temperature),
-            draws=draws,
-            fan_out=max(params.fan_out, self.fan_out),
-            factor=params.saguaro if is_drawn else None,
-            policy=params.policy,
-        )
-
-    @staticmethod
-    def _forget_evicted(session: Session, evicted: list[int]) -> None:
-        """Make leaves of the nodes whose KV was given up."""
-        gone = set(evicted)
-        for node in [node for node, kv in session.kv_nodes.items() if kv in gone]:
-            del session.kv_nodes[node]
-            session.tree.unexpand(node)
-            session.evicted.add(node)
+        feeding = self.sessions[request_id].feeding
+        if feeding is None:
+            raise ValueError("this drafter does not feed on states of the target")
+        feeding.take(base_position, bits_NS)
 
     def run(self, job: Job) -> Expanded | None:
         """Run a job's tensors; the only method that a worker thread calls."""
         if job.expand is None:
-            self.drafter.prefill(job.plan, job.moves)
+            self.drafter.prefill(job.step)
             return None
         expand, drawn = job.expand, None
-        work = job.plan, job.moves, expand.draws, expand.fan_out
+        work = job.step, expand.draws, expand.fan_out
         if expand.factor is None:
             candidates = self.drafter.expand(*work)
         else:
@@ -380,12 +300,22 @@ class Speculator:
             num_expansions += job.kind == "expand"
         return num_forwards
 
+    def warm_up(self) -> None:
+        """Run what a request runs, so that the first one does not pay for what is made once."""
+        needs = self.drafter.states
+        self.open("warm-up", [0, 0], SamplingParams(seed=0, max_new_tokens=1), SpeculationParams())
+        if needs.layers:
+            self.feed("warm-up", 0, np.zeros((1, needs.width), np.uint16))
+        self.expand("warm-up", 2)
+        self.close("warm-up")
+
     def stats(self, request_id: str) -> dict[str, int]:
         """Counters of one request, and how often this process ran each kernel by each implementation."""
         session = self.sessions[request_id]
         return {
             "draft_expansions": session.num_expansions,
             "draft_tokens_recomputed": session.num_recomputed,
+            "draft_states_refreshed": session.feeding.num_refreshed if session.feeding else 0,
             **{f"{operation} {name}": count for (operation, name), count in dispatch.calls.items()},
         }
 

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,12 +51,23 @@ class StepInputs:
         return StepInputs(tokens_R, positions_R, keep_rows, batch)
 
 
-Forward = Callable[[StepInputs], torch.Tensor]  # inputs to logits [rows, V]
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+class StepOutput(NamedTuple):
+    """What a step makes."""
+
+    logits_RV: torch.Tensor  # of the rows that are kept
+    states_RS: torch.Tensor | None = None  # that entered chosen layers, of all rows
+
+    def clone(self) -> StepOutput:
+        """A copy that the next replay leaves alone."""
+        return StepOutput(self.logits_RV.clone(), None if self.states_RS is None else self.states_RS.clone())
 
 
-def capture_cuda_graph(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record what `run` launches; returns what replays it, and the tensor that every replay fills."""
+Forward = Callable[[StepInputs], StepOutput]
+Capture = Callable[[Callable[[], StepOutput]], tuple[Callable[[], None], StepOutput]]
+
+
+def capture_cuda_graph(run: Callable[[], StepOutput]) -> tuple[Callable[[], None], StepOutput]:
+    """Record what `run` launches; returns what replays it, and the output that every replay fills."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -104,7 +116,7 @@ class _Captured:
 
     packed: PackedInputs
     replay: Callable[[], None]
-    output: torch.Tensor
+    output: StepOutput
 
 
 class GraphStep:
@@ -128,8 +140,8 @@ class GraphStep:
         """Shapes that are replayed."""
         return len(self._captured)
 
-    def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [rows, V] on the device, for inputs on the host."""
+    def __call__(self, inputs: StepInputs) -> StepOutput:
+        """The output on the device, for inputs on the host."""
         key = (*(tensor.shape for tensor in inputs.tensors()), inputs.batch.is_prefill)
         captured = self._captured.get(key)
         if captured is None and not self._is_refused:
@@ -145,7 +157,7 @@ class GraphStep:
         packed = PackedInputs(inputs, self._device)
         packed.send(inputs)
 
-        def run() -> torch.Tensor:
+        def run() -> StepOutput:
             # what is derived of a batch must be derived again in every replay
             return self._forward(packed.inputs.with_tensors(packed.inputs.tensors()))
 

@@ -61,7 +61,7 @@ def test_every_message_names_request_and_round() -> None:
 
 def test_other_version_is_named() -> None:
     frame = msgspec.msgpack.encode((99, {"type": "ping", "new_field": 1}))
-    with pytest.raises(messages.MessageError, match="version 1, got 99"):
+    with pytest.raises(messages.MessageError, match="version 2, got 99"):
         messages.decode(frame)
 
 

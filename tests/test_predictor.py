@@ -82,7 +82,7 @@ def draw_records(seed: int, num_rounds: int, num_prompts: int = 20) -> OutcomeRe
         [np.ones((num_rounds, 1), bool), np.cumprod(labels_MD[:, :-1] == 0, axis=1).astype(bool)], axis=1
     )
     labels_N = np.where(is_known_MD, labels_MD, UNKNOWN).reshape(-1)
-    contexts = NodeContexts(temperature_N, depth_N, np.zeros(size, np.float32), np.zeros(size, np.int32))
+    contexts = NodeContexts(temperature_N, depth_N, np.zeros(size, np.float32), *np.zeros((2, size), np.int32))
     prompts = np.repeat(rng.integers(0, num_prompts, num_rounds), depths)
     return OutcomeRecords(
         request_id_N=np.array([f"{seed}-{prompt}" for prompt in prompts]),
@@ -128,7 +128,7 @@ def test_missing_candidates_have_no_probability() -> None:
     scores = np.log(np.array([[0.5, 0.3, 0.0]], np.float32), where=[[True, True, False]], out=None)
     scores[0, 2] = -np.inf
     candidates = Candidates(np.array([[3, 4, -1]]), scores, scores, np.ones(1, np.float32))
-    contexts = NodeContexts(np.ones(1), np.zeros(1), np.zeros(1), np.zeros(1))
+    contexts = NodeContexts(np.ones(1), *np.zeros((4, 1)))
     predictor = OutcomePredictor(16)
     torch.nn.init.normal_(predictor.bias_head.weight)
     probs = predictor.probs(node_features(candidates, contexts), scores, scores, np.zeros((1, 3), np.uint8))

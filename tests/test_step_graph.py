@@ -11,17 +11,17 @@ import torch
 
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import EngineConfig
-from foredraft.infer.step_graph import Forward, GraphStep, PackedInputs, StepInputs
+from foredraft.infer.step_graph import Forward, GraphStep, PackedInputs, StepInputs, StepOutput
 from foredraft.infer.step_plan import Row, StepShape
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(num_pages=32)
 
 
-def rerun(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+def rerun(run: Callable[[], StepOutput]) -> tuple[Callable[[], None], StepOutput]:
     """A capture that fills its output by running again: what a replay reads is what the buffers hold."""
     output = run()
-    return lambda: output.copy_(run()), output
+    return lambda: output.logits_RV.copy_(run().logits_RV), output
 
 
 def with_replay(model: PagedModel) -> PagedModel:
@@ -56,7 +56,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(tiny_target: Path) -> None:
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so_once(
     tiny_target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def refuse(run: Callable[[], StepOutput]) -> tuple[Callable[[], None], StepOutput]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     expected = decode(PagedModel.load(str(tiny_target), CONFIG))
@@ -77,7 +77,7 @@ def test_inputs_travel_in_one_buffer(tiny_target: Path) -> None:
     model = PagedModel.load(str(tiny_target), CONFIG)
     forward: Forward = model.forward
 
-    def spy(inputs: StepInputs) -> torch.Tensor:
+    def spy(inputs: StepInputs) -> StepOutput:
         seen.append(inputs)
         return forward(inputs)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates, Drafter
+from foredraft.infer.drafters import Candidates, Drafter, Step
 from foredraft.infer.echo import Echo
 from foredraft.infer.features import NodeContexts
 from foredraft.infer.outcome_records import UNKNOWN, OutcomeRecords, label_of
@@ -97,7 +97,7 @@ class ChainRounds:
         while start < row.first_position:
             end = min(start + drafter.prefill_room(seq), row.first_position)
             plan = drafter.plan_prefill(seq, tokens[start:end])
-            drafter.prefill(plan, drafter.pool.drain_moves())
+            drafter.prefill(Step(plan, drafter.pool.drain_moves()))
             start = end
         root, sampler = row.first_position, CoupledSampler(sampling_of(row), row.prompt_ids.tolist())
         return ChainedResponse(row, tokens, seq, sampler, root, Echo(tokens[: root + 1]))
@@ -119,7 +119,7 @@ class ChainRounds:
             response.kv_nodes += pool.append(response.seq, [parent]).nodes
         plan = self.drafter.plan_rows([response.row_of_step() for response in responses])
         draws = [response.draw() for response in responses]
-        found = self.drafter.expand(plan, pool.drain_moves(), draws, self.fan_out)
+        found = self.drafter.expand(Step(plan, pool.drain_moves()), draws, self.fan_out)
         for index, response in enumerate(responses):
             response.parts.append(
                 Candidates(*(getattr(found, name)[index : index + 1] for name in Candidates.__slots__))
@@ -146,6 +146,7 @@ class ChainRounds:
             depth_R=np.arange(size, dtype=np.int32),
             log_path_confidence_R=np.concatenate([[0.0], np.cumsum(best_R[:-1])]).astype(np.float32),
             last_rank_R=np.zeros(size, np.int32),
+            num_own_R=np.zeros(size, np.int32),
         )
         labels_R = np.full(size, UNKNOWN, np.int32)
         labels_R[: len(labels)] = labels

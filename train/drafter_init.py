@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.paged_model import load_causal_lm
 from foredraft.infer.params import EngineConfig
+from foredraft.infer.state_tap import layer_stack
 from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe
 
 
@@ -72,19 +73,7 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     Raises:
         ValueError: the family keeps its layers in an unknown way.
     """
-    num_layers = model.config.get_text_config().num_hidden_layers
-    stacks = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers
-    ]
-    if len(stacks) != 1:
-        raise ValueError(
-            f"models of type {model.config.model_type} cannot be cut to layers: expected one list of "
-            f"{num_layers} decoder layers, found {len(stacks)}; use init.source model or scratch"
-        )
-    parent, name = stacks[0]
+    parent, name = layer_stack(model)
     kept = nn.ModuleList(getattr(parent, name)[index] for index in layers)
     setattr(parent, name, kept)
     for index, layer in enumerate(kept):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foredraft.infer.drafters import Candidates, Drafter
+from foredraft.infer.drafters import Candidates, Drafter, Step
 from foredraft.infer.echo import Echo
 from foredraft.infer.features import NodeContexts, node_features
 from foredraft.infer.outcome_records import OutcomeRecords, label_of
@@ -51,15 +51,15 @@ def follow(drafter: Drafter, row: LogRow, fan_out: int) -> Followed:
     start, first_node = 0, row.first_position - 1
     while start < len(tokens) - 1:
         chunk = tokens[start : min(start + drafter.prefill_room(seq), len(tokens) - 1)]
-        plan, moves = drafter.plan_prefill(seq, chunk), drafter.pool.drain_moves()
+        step = Step(drafter.plan_prefill(seq, chunk), drafter.pool.drain_moves())
         end = start + len(chunk)
         nodes = range(max(start, first_node), end)
         if nodes:
             positions = [node + 1 for node in nodes]
             outputs = [tokens[row.first_position : position] for position in positions]
-            parts.append(drafter.expand(plan, moves, sampler.draws(positions, outputs), fan_out))
+            parts.append(drafter.expand(step, sampler.draws(positions, outputs), fan_out))
         else:
-            drafter.prefill(plan, moves)
+            drafter.prefill(step)
         start = end
     drafter.pool.free(seq)
     candidates = concatenate(parts)
@@ -113,6 +113,7 @@ def _records_at(
         depth_R=np.full(size, depth, np.int32),
         log_path_confidence_R=log_path_N.astype(np.float32),
         last_rank_R=last_rank_N,
+        num_own_R=np.zeros(size, np.int32),
     )
     positions_N = anchors_N + row.first_position - 1
     return make_records(

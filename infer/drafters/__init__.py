@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from foredraft.infer.drafter_card import family_of, read_drafter_card
+from foredraft.infer.drafter_card import StateNeeds, family_of, read_drafter_card
 from foredraft.infer.hub import local_folder
 from foredraft.infer.params import EngineConfig
 
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from foredraft.infer.step_plan import Row, StepPlan
     from foredraft.kernels.draws import Draw
 
-FAMILIES = {"lm": "foredraft.infer.drafters.lm"}
+FAMILIES = {
+    "lm": "foredraft.infer.drafters.lm",
+    "mlp": "foredraft.infer.drafters.mlp",
+    "eagle3": "foredraft.infer.drafters.eagle3",
+    "ngram": "foredraft.infer.drafters.ngram",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,22 @@ class Drawn:
     law_probs_Rm: np.ndarray  # float32
 
 
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Which state every row of a step starts from, for families that feed on the target's states."""
+
+    source_n: np.ndarray  # int64: slot of a token that the drafter has run; or -1 - row of given_GS
+    given_GS: np.ndarray  # uint16: states of the target as bfloat16 bits, zeros before the first token
+
+
+class Step(NamedTuple):
+    """A planned step of a drafter: its rows, the moves to apply before, and what the rows start from."""
+
+    plan: StepPlan
+    moves: Sequence[tuple[np.ndarray, np.ndarray]]
+    feed: Feed | None = None
+
+
 class Drafter(Protocol):
     """What the speculator needs of a family. Planning touches bookkeeping only, running tensors only."""
 
@@ -50,6 +71,7 @@ class Drafter(Protocol):
     max_positions: int
     row_bucket: int
     pool: KVPool
+    states: StateNeeds
 
     def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> StepPlan:
         """Plan the next chunk of certain tokens; at most `prefill_room(seq)` of them."""
@@ -63,27 +85,16 @@ class Drafter(Protocol):
         """Plan one batched step."""
         ...
 
-    def prefill(self, plan: StepPlan, moves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    def prefill(self, step: Step) -> None:
         """Run a planned chunk."""
         ...
 
-    def expand(
-        self,
-        plan: StepPlan,
-        moves: Sequence[tuple[np.ndarray, np.ndarray]],
-        draws: Sequence[Draw],
-        fan_out: int,
-    ) -> Candidates:
+    def expand(self, step: Step, draws: Sequence[Draw], fan_out: int) -> Candidates:
         """Run planned rows; candidates after the last of them, a row a draw."""
         ...
 
     def expand_and_draw(
-        self,
-        plan: StepPlan,
-        moves: Sequence[tuple[np.ndarray, np.ndarray]],
-        draws: Sequence[Draw],
-        fan_out: int,
-        factor: float,
+        self, step: Step, draws: Sequence[Draw], fan_out: int, factor: float
     ) -> tuple[Candidates, Drawn]:
         """As `expand` at temperature 0, and a guess a row; `factor` is that of `kernels.saguaro`."""
         ...
