@@ -52,10 +52,14 @@ class Feeding:
         """Whether the root can be run."""
         return self.states.num >= root_position
 
+    def is_own(self, node: int) -> bool:
+        """Whether a tree node ran from the drafter's own state."""
+        return self._num_own.get(node, 0) > 0
+
     def commit(self, root_position: int, path: Sequence[int], survivors: set[int]) -> None:
         """A path of tree nodes was settled, whose first, the old root, lay at `root_position`."""
         if self.has_context:
-            own = [root_position + index for index, node in enumerate(path) if self._num_own.get(node)]
+            own = [root_position + index for index, node in enumerate(path) if self.is_own(node)]
             self.stale += own
         self._num_own = {node: number for node, number in self._num_own.items() if node in survivors}
 

@@ -114,6 +114,7 @@ class SyncGuesser:
     def guess(self, request: Request) -> Guess:
         """Expand k times (or as often as lockstep says), then the best block."""
         with self.trace.span("expand", request=request.id):
+            self.speculator.start_from_target(request.id)
             self.speculator.expand(request.id, request.speculation.lockstep or request.speculation.k)
         return Guess(self.speculator.block(request.id))
 

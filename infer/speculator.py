@@ -201,6 +201,19 @@ class Speculator:
         session.evicted &= outcome.survivors
         session.laws = {node: law for node, law in session.laws.items() if node in outcome.survivors}
 
+    def start_from_target(self, request_id: str) -> None:
+        """Forget what hangs below a root that started from the drafter's own state: the target's is there now.
+
+        For who drafts anew in every round anyway; on a hit of asynchronous decoding it is what was prepared.
+        """
+        session = self.sessions[request_id]
+        root = session.tree.root
+        if session.feeding is not None and session.feeding.is_own(root):
+            self.drafter.pool.rollback(session.seq)
+            session.kv_nodes.clear()
+            session.tree.unexpand(root)
+            session.expansions.keep({root})
+
     def block(self, request_id: str) -> Block:
         """The most probable guesses that are ready; empty where there are none."""
         session = self.sessions[request_id]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,7 +203,10 @@ def test_a_log_of_tokens_trains_by_cross_entropy(
     recipe: DrafterRecipe, log_folder: Path, tmp_path: Path
 ) -> None:
     token_log(log_folder, tmp_path / "tokens")
-    train_drafter(replace(recipe, log=str(tmp_path / "tokens"), epochs=8.0, eval_every=0), "x")
+    tokens = replace(recipe, log=str(tmp_path / "tokens"), epochs=8.0, eval_every=0)
+    with pytest.raises(ValueError, match="losses forward_kl compare distributions, of which the log keeps"):
+        train_drafter(tokens, "x")
+    train_drafter(replace(tokens, losses={"cross_entropy": 1.0}), "x")
     card = read_drafter_card(recipe.out)
     assert card is not None
     assert card.measured["heldout"]["0"]["top8"] > 0.2
@@ -255,18 +259,24 @@ def test_two_processes_train_like_two_accumulated_batches(recipe: DrafterRecipe,
         torch.testing.assert_close(value, second[name], rtol=1e-3, atol=2e-4, msg=name)
 
 
-def test_a_step_that_is_not_finite_ends_the_run(
+def test_steps_that_are_not_finite_are_skipped_and_too_many_end_the_run(
     recipe: DrafterRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss, calls = Trainer.loss, []
 
-    def poisoned(trainer: Trainer, batch: object) -> torch.Tensor:
+    def poisoned(trainer: Trainer, *args: Any) -> torch.Tensor:
         calls.append(1)
-        return loss(trainer, batch) * (float("nan") if len(calls) == 4 else 1.0)
+        return loss(trainer, *args) * (float("nan") if len(calls) in (2, 4) else 1.0)
 
     monkeypatch.setattr(Trainer, "loss", poisoned)
-    with pytest.raises(ValueError, match=r"step 3: loss nan, gradient norm nan.*Lower learning_rate"):
-        train_drafter(replace(recipe, save_every=1), "x")
+    train_drafter(replace(recipe, out=recipe.out + "-skipped", max_skipped=2), "x")
+    card = read_drafter_card(recipe.out + "-skipped")
+    assert card is not None
+    assert card.training["skipped"] == 2
+    calls.clear()
+    message = r"step 3: loss nan, gradient norm nan, after 1 steps that were skipped.*log's rows [0-9a-f]{32}"
+    with pytest.raises(ValueError, match=message):
+        train_drafter(replace(recipe, save_every=1, max_skipped=1), "x")
     assert not Path(recipe.out).exists()
     assert [path.name for path in Path(recipe.out + ".training").iterdir()] == ["checkpoint-000003"]
 

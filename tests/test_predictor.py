@@ -82,7 +82,9 @@ def draw_records(seed: int, num_rounds: int, num_prompts: int = 20) -> OutcomeRe
         [np.ones((num_rounds, 1), bool), np.cumprod(labels_MD[:, :-1] == 0, axis=1).astype(bool)], axis=1
     )
     labels_N = np.where(is_known_MD, labels_MD, UNKNOWN).reshape(-1)
-    contexts = NodeContexts(temperature_N, depth_N, np.zeros(size, np.float32), *np.zeros((2, size), np.int32))
+    contexts = NodeContexts(
+        temperature_N, depth_N, np.zeros(size, np.float32), *np.zeros((2, size), np.int32)
+    )
     prompts = np.repeat(rng.integers(0, num_prompts, num_rounds), depths)
     return OutcomeRecords(
         request_id_N=np.array([f"{seed}-{prompt}" for prompt in prompts]),

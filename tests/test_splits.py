@@ -70,9 +70,9 @@ def test_reserved_prompts_reach_no_batch(recipe: DrafterRecipe, monkeypatch: pyt
         parts[part_of(row.request_id, row.split, 0.3)].add(row.request_id)
     seen: set[str] = set()
 
-    def spying_collate(rows: Sequence[LogRow], max_length: int) -> Batch:
-        seen.update(row.request_id for row in rows)
-        return collate(rows, max_length)
+    def spying_collate(lines: Sequence[Sequence[LogRow]], max_length: int) -> Batch:
+        seen.update(row.request_id for line in lines for row in line)
+        return collate(lines, max_length)
 
     collate = trainer.collate
     monkeypatch.setattr(trainer, "collate", spying_collate)

@@ -2,65 +2,147 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from foredraft.infer.atomic import atomic_folder
 from foredraft.infer.config import save_resolved
-from foredraft.infer.drafter_card import DrafterCard, write_drafter_card
+from foredraft.infer.drafter_card import DrafterCard, StateNeeds, write_drafter_card
+from foredraft.infer.drafters.network import DraftNetwork
+from foredraft.infer.drafters.ngram import NgramConfig
+from foredraft.infer.drafters.ngram import save as save_ngram
 from foredraft.train.draft_vocab import DRAFT_VOCAB_FILE, save_draft_vocab
+from foredraft.train.drafter_init import config_of
+from foredraft.train.drafter_recipe import DrafterRecipe
+from foredraft.train.gate import check_in_engine
+from foredraft.train.log_rows import LogRow
+from foredraft.train.lora import merge_lora
 from foredraft.train.provenance import git_commit, versions
 from foredraft.train.target_log import LogManifest
 
 if TYPE_CHECKING:
     from foredraft.train.trainer import Trainer
 
-MAX_DEPTH = 64  # a causal LM drafts to any depth; deeper guesses are never worth their expansion
 
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """What every drafter folder says, whatever its family.
 
-def write_drafter(
-    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, manifest: LogManifest, resolved: str
-) -> None:
-    """Write model, tokenizer, draft vocabulary, foredraft.json and recipe.yaml to the recipe's `out`.
-
-    The head keeps its full width: rows outside the draft vocabulary are those that it was initialised with.
+    Args:
+        recipe: of the drafter.
+        resolved: the same as text.
+        tokenizer: the target's.
+        manifest: of the (first) target log.
+        fingerprint: of recipe and logs.
     """
-    recipe, state, module = trainer.recipe, trainer.state, trainer.module
-    d2t_D = module.d2t_D
-    with atomic_folder(Path(recipe.out)) as folder:
-        module.model.to(saved_dtype(recipe.target, recipe.revision)).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        if d2t_D is not None:
-            save_draft_vocab(folder, d2t_D)
-        measured = {"heldout": state.curve[-1]["heldout"]} if state.curve else {}
+
+    recipe: DrafterRecipe
+    resolved: str
+    tokenizer: PreTrainedTokenizerBase
+    manifest: LogManifest
+    fingerprint: str
+
+    def write_trained(self, trainer: Trainer) -> None:
+        """Write a trained network to the recipe's `out`, once the engine has confirmed its figures.
+
+        A head keeps its full width where the family has one: rows outside the draft vocabulary are those that
+        it was initialised with.
+
+        Raises:
+            ValueError: the gate's; nothing is written then, and the checkpoint stays.
+        """
+        recipe, state, network = self.recipe, trainer.state, trainer.module
+        if recipe.init is not None and recipe.init.lora is not None:
+            merge_lora(network)
+        dtype = saved_dtype(recipe.target, recipe.revision)
+        measured: dict[str, Any] = {"heldout": state.curve[-1]["heldout"]} if state.curve else {}
         training = {
-            "recipe": asdict(recipe),
-            "losses": trainer.losses,
+            "losses": recipe.losses,
             "tokens": state.tokens,
             "steps": state.step,
             "seconds": round(state.seconds, 1),
+            "skipped": state.num_skipped,
             "processes": state.num_processes,
-            "versions": versions(),
-            "git": git_commit(),
-            "fingerprint": state.fingerprint,
             "curve": state.curve,
-            "log": describe_log(manifest),
         }
+        with atomic_folder(Path(recipe.out)) as folder:
+            network.save(folder, dtype)
+            self._write_rest(folder, network, training, measured)
+            rows = spread(trainer.data.heldout, recipe.gate_prompts)
+            if rows:
+                # as it was saved and as the engine runs it
+                network.to(dtype).eval().head_dtype = dtype
+                states = trainer.data.states
+                measured["engine"] = check_in_engine(recipe, folder, network, rows, states)
+                self._write_rest(folder, network, training, measured)
+
+    def write_ngram(self, rows: Sequence[LogRow]) -> None:
+        """Write an `ngram` drafter, whose corpus are the rows' responses."""
+        section = self.recipe.ngram
+        assert section is not None, "the recipe checks it"
+        config = NgramConfig(
+            longest=section.longest,
+            shortest=section.shortest,
+            max_positions=config_of(self.recipe).get_text_config().max_position_embeddings,
+        )
+        responses = [row.response_ids for row in rows] if section.uses_log else []
+        tokens_N = np.concatenate([np.zeros(0, np.int32), *responses])
+        network = Untrained(section.max_depth, StateNeeds(), None)
+        with atomic_folder(Path(self.recipe.out)) as folder:
+            save_ngram(folder, config, tokens_N)
+            self._write_rest(folder, network, {"tokens": len(tokens_N)}, {})
+
+    def _write_rest(
+        self,
+        folder: Path,
+        network: DraftNetwork | Untrained,
+        training: dict[str, Any],
+        measured: dict[str, Any],
+    ) -> None:
+        """Tokenizer, draft vocabulary, foredraft.json and recipe.yaml."""
+        recipe, manifest = self.recipe, self.manifest
+        self.tokenizer.save_pretrained(folder)
+        if network.d2t_D is not None:
+            save_draft_vocab(folder, network.d2t_D)
         card = DrafterCard(
-            family="lm",
+            family=recipe.family,
             target=manifest.target,
             tokenizer_sha256=manifest.tokenizer_sha256,
-            draft_vocab=None if d2t_D is None else DRAFT_VOCAB_FILE,
-            max_depth=MAX_DEPTH,
-            training=training,
+            draft_vocab=None if network.d2t_D is None else DRAFT_VOCAB_FILE,
+            max_depth=network.max_depth,
+            states=network.states,
+            training={
+                "recipe": asdict(recipe),
+                **training,
+                "versions": versions(),
+                "git": git_commit(),
+                "fingerprint": self.fingerprint,
+                "log": describe_log(manifest),
+            },
             measured=measured,
         )
         write_drafter_card(folder, card)
-        save_resolved(folder, resolved)
+        save_resolved(folder, self.resolved)
+
+
+class Untrained(NamedTuple):
+    """What a card says of a drafter without a network."""
+
+    max_depth: int
+    states: StateNeeds
+    d2t_D: torch.Tensor | None
+
+
+def spread(rows: Sequence[LogRow], count: int) -> list[LogRow]:
+    """At most `count` rows, evenly over all."""
+    count = min(count, len(rows))
+    return [rows[index * len(rows) // count] for index in range(count)]
 
 
 def describe_log(manifest: LogManifest) -> dict[str, Any]:

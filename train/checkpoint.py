@@ -33,6 +33,7 @@ class LoopState:
     step: int = 0  # updates done
     tokens: int = 0  # trained positions so far
     seconds: float = 0.0
+    num_skipped: int = 0  # updates left out for numbers that are not finite
     curve: list[dict[str, Any]] = field(default_factory=list)  # reports on held-out rows
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
@@ -25,21 +26,22 @@ from foredraft.infer.drafter_card import CARD_FILE, read_drafter_card
 from foredraft.infer.identity import identify_target, sha256_of_json, tokenizer_sha256
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import load_tokenizer
-from foredraft.train.artifact import write_drafter
+from foredraft.train.artifact import Artifact
 from foredraft.train.draft_vocab import choose_draft_vocab, expected_counts
-from foredraft.train.drafter_init import build_drafter
+from foredraft.train.drafter_init import build_network, config_of, vocab_size_of
 from foredraft.train.drafter_recipe import DrafterRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.splits import part_of
-from foredraft.train.student import Student
 from foredraft.train.target_log import TargetLog
-from foredraft.train.trainer import Trainer
+from foredraft.train.target_runner import TargetRunner
+from foredraft.train.trainer import Trainer, TrainingData
 
 # settings that change neither the weights nor what is measured
 FREE_KEYS = (
     *("log", "target", "revision", "out", "overwrite"),
-    *("wandb", "wandb_project", "log_every", "save_every", "threads"),
+    *("wandb", "wandb_project", "tensorboard", "log_every", "save_every", "threads", "gate_prompts"),
 )
+MAX_TAIL_MASS = 0.5  # mean share of the teacher's mass that a log may leave out
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,48 +66,64 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     accelerator = start_accelerator(recipe)
-    log = TargetLog.open(recipe.log)
-    fingerprint = _fingerprint_of(recipe, log)
+    logs = [TargetLog.open(folder) for folder in recipe.logs]
+    fingerprint = _fingerprint_of(recipe, logs)
     if _is_done(recipe, fingerprint):
         accelerator.print(f"drafter {recipe.out}: complete already", file=sys.stderr)
         return
     tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))
-    _check_target(recipe, log, tokenizer)
-    rows = _usable_rows((row for row in log.rows() if is_own(row, recipe)), recipe)
-    heldout = _pick_heldout(list(log.rows("heldout")), recipe)
+    _check_target(recipe, logs, tokenizer)
+    rows = _usable_rows((row for log in logs for row in log.rows() if is_own(row, recipe)), recipe)
+    heldout = _pick_heldout([row for log in logs for row in log.rows("heldout")], recipe)
+    artifact = Artifact(recipe, resolved, tokenizer, logs[0].manifest, fingerprint)
+    if recipe.ngram is not None:
+        if accelerator.is_main_process:
+            artifact.write_ngram(rows)
+        accelerator.wait_for_everyone()
+        return
+    _check_losses(recipe, rows)
     torch.manual_seed(recipe.seed)
-    student = build_student(recipe, log, tokenizer, rows)
+    network = build_network(recipe, _draft_vocab(recipe, tokenizer, rows))
+    needs = network.states
+    states = TargetRunner(recipe, needs, accelerator.device) if needs.layers else None
     work = Path(f"{recipe.out}.training")
     work.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(recipe, student, rows, heldout, work, fingerprint, accelerator)
+    data = TrainingData(rows, heldout, states)
+    trainer = Trainer(recipe, network, data, work, fingerprint, accelerator)
     trainer.run(stop_at)
     if trainer.state.step == trainer.num_steps:
         if accelerator.is_main_process:
-            write_drafter(trainer, tokenizer, log.manifest, resolved)
+            artifact.write_trained(trainer)
             shutil.rmtree(work)
         accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 def start_accelerator(recipe: DrafterRecipe) -> Accelerator:
-    """Accelerator with the recipe's precision and tracker."""
+    """Accelerator with the recipe's precision and trackers."""
+    trackers = ["wandb"] * (recipe.wandb != "off") + ["tensorboard"] * recipe.tensorboard
     accelerator = Accelerator(
         mixed_precision="bf16" if recipe.precision == "bfloat16" else "no",
-        log_with=None if recipe.wandb == "off" else "wandb",
+        log_with=trackers or None,
+        project_dir=f"{recipe.out}.tensorboard" if recipe.tensorboard else None,
         # buffers are constants, equal in all processes
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
-    if recipe.wandb != "off":
+    if trackers:
         options = {"wandb": {"mode": recipe.wandb, "name": Path(recipe.out).name}}
-        accelerator.init_trackers(recipe.wandb_project, asdict(recipe), options)
+        shown = {
+            name: value if isinstance(value, int | float | str) else str(value)
+            for name, value in asdict(recipe).items()
+        }
+        accelerator.init_trackers(recipe.wandb_project, shown, options if recipe.wandb != "off" else {})
     return accelerator
 
 
-def _fingerprint_of(recipe: DrafterRecipe, log: TargetLog) -> str:
-    """Hash of all that decides the result: recipe, target, and the log's shards."""
+def _fingerprint_of(recipe: DrafterRecipe, logs: Sequence[TargetLog]) -> str:
+    """Hash of all that decides the result: recipe, target, and the logs' shards."""
     settings = {key: value for key, value in asdict(recipe).items() if key not in FREE_KEYS}
-    shards = [shard.sha256 for shard in log.manifest.shards]
-    return sha256_of_json([settings, log.manifest.target.weights_sha256, shards])
+    shards = [shard.sha256 for log in logs for shard in log.manifest.shards]
+    return sha256_of_json([settings, logs[0].manifest.target.weights_sha256, shards])
 
 
 def _is_done(recipe: DrafterRecipe, fingerprint: str) -> bool:
@@ -128,20 +146,40 @@ def _is_done(recipe: DrafterRecipe, fingerprint: str) -> bool:
     return True
 
 
-def _check_target(recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a recipe whose target is not the log's.
+def _check_target(
+    recipe: DrafterRecipe, logs: Sequence[TargetLog], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse a recipe whose target is not that of every log.
 
     Raises:
         ValueError: other weights or another tokenizer.
     """
-    target = identify_target(recipe.target, recipe.revision)
-    if (
-        not target.is_same(log.manifest.target)
-        or tokenizer_sha256(tokenizer) != log.manifest.tokenizer_sha256
-    ):
+    target, expected = identify_target(recipe.target, recipe.revision), tokenizer_sha256(tokenizer)
+    for folder, log in zip(recipe.logs, logs, strict=True):
+        if not target.is_same(log.manifest.target) or expected != log.manifest.tokenizer_sha256:
+            raise ValueError(
+                f"target log {folder} is of target {log.manifest.target}, the recipe's target is {target}; "
+                "train for the log's target, or make a log of this one with `foredraft log`"
+            )
+
+
+def _check_losses(recipe: DrafterRecipe, rows: Sequence[LogRow]) -> None:
+    """Refuse losses that compare distributions where the logs keep too little of them.
+
+    Raises:
+        ValueError: a log of tokens only, or most of the mass beyond the kept tokens.
+    """
+    names = {name for losses in (recipe.losses, recipe.final_losses or {}) for name in losses if losses[name]}
+    compared = sorted(names - {"cross_entropy"})
+    if not compared:
+        return
+    num_kept = min(row.topk_ids.shape[1] for row in rows)
+    tail = float(np.mean(np.concatenate([row.tail_mass for row in rows]))) if num_kept else 1.0
+    if tail > MAX_TAIL_MASS:
         raise ValueError(
-            f"target log {recipe.log} is of target {log.manifest.target}, the recipe's target is {target}; "
-            "train for the log's target, or make a log of this one with `foredraft log`"
+            f"losses {', '.join(compared)} compare distributions, of which the log keeps the {num_kept} most "
+            f"probable tokens, {1.0 - tail:.0%} of the mass; make a log with a larger top_k_logprobs, or use "
+            "losses {cross_entropy: 1.0}"
         )
 
 
@@ -177,26 +215,18 @@ def _pick_heldout(rows: list[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     return picked
 
 
-def build_student(
-    recipe: DrafterRecipe, log: TargetLog, tokenizer: PreTrainedTokenizerBase, rows: Sequence[LogRow]
-) -> Student:
-    """The untrained drafter with its draft vocabulary.
-
-    Raises:
-        ValueError: see `build_drafter`, `choose_draft_vocab` and `Student.check_head`.
-    """
-    model = build_drafter(recipe, log.manifest.tokenizer_sha256)
-    d2t_D = None
-    vocab_size = model.config.get_text_config().vocab_size
-    if 0 < recipe.draft_vocab_size < vocab_size:
-        always = {token for token in tokenizer.all_special_ids if token < vocab_size}
-        always |= {int(row.response_ids[-1]) for row in rows if row.finish_reason == "stop"}
-        counts_V = expected_counts(rows, vocab_size)
-        d2t_D = torch.from_numpy(choose_draft_vocab(counts_V, recipe.draft_vocab_size, always))
-    head_dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
-    student = Student(model, d2t_D, freeze_embeddings=recipe.freeze_embeddings, head_dtype=head_dtype)
-    student.check_head()
-    return student
+def _draft_vocab(
+    recipe: DrafterRecipe, tokenizer: PreTrainedTokenizerBase, rows: Sequence[LogRow]
+) -> torch.Tensor | None:
+    """Target ids that the drafter can guess, int64 [D]; None: all. Errors as `choose_draft_vocab`."""
+    vocab_size = vocab_size_of(recipe)
+    target_size = config_of(recipe).get_text_config().vocab_size
+    if not 0 < recipe.draft_vocab_size < vocab_size:
+        return None if vocab_size == target_size else torch.arange(min(vocab_size, target_size))
+    always = {token for token in tokenizer.all_special_ids if token < vocab_size}
+    always |= {int(row.response_ids[-1]) for row in rows if row.finish_reason == "stop"}
+    counts_V = expected_counts(rows, max(vocab_size, target_size))[:vocab_size]
+    return torch.from_numpy(choose_draft_vocab(counts_V, recipe.draft_vocab_size, always))
 
 
 if __name__ == "__main__":

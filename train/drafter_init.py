@@ -1,45 +1,171 @@
-"""First weights of an `lm` drafter: layers of the target, another model, or random."""
+"""Networks before training: layers of the target, another model, random weights, or a speculator's."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from foredraft.infer.drafters.eagle3 import Eagle3Network, default_layers
+from foredraft.infer.drafters.lm import LMNetwork
+from foredraft.infer.drafters.mlp import MLPConfig, MLPNetwork
+from foredraft.infer.drafters.network import DraftNetwork
 from foredraft.infer.identity import check_tokenizer, tokenizer_sha256
 from foredraft.infer.paged_model import load_causal_lm
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.state_tap import layer_stack
+from foredraft.infer.target import load_tokenizer
+from foredraft.train.draft_vocab import invert
 from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe
+from foredraft.train.log_recipe import Dtype
+from foredraft.train.lora import add_lora
 
 
-def build_drafter(recipe: DrafterRecipe, target_tokenizer_sha256: str) -> PreTrainedModel:
-    """The untrained drafter in float32.
+def build_network(recipe: DrafterRecipe, d2t_D: torch.Tensor | None) -> DraftNetwork:
+    """The untrained network of a recipe's family in float32.
+
+    Args:
+        recipe: of the drafter.
+        d2t_D: target ids of the draft vocabulary, int64; None: the whole vocabulary.
 
     Raises:
-        ValueError: no such model, layers that the target lacks, a model with another tokenizer.
+        ValueError: no such model, layers that the target lacks, sizes or vocabularies that do not fit.
     """
+    head_dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
+    build = {"lm": _build_lm, "mlp": _build_mlp, "eagle3": _build_eagle3}[recipe.family]
+    network = build(recipe, d2t_D, head_dtype)
+    if d2t_D is not None:
+        vocab_size = config_of(recipe).get_text_config().vocab_size
+        network.t2d_V = invert(d2t_D, vocab_size)
+    return network
+
+
+def _build_lm(recipe: DrafterRecipe, d2t_D: torch.Tensor | None, head_dtype: torch.dtype) -> LMNetwork:
+    """A causal LM: layers of the target, another model, or random weights."""
     init = recipe.init
+    assert init is not None, "the recipe checks it"
+    model = _first_model(recipe, init)
+    if init.lora is not None:
+        add_lora(model, init.lora)
+    network = LMNetwork(
+        model,
+        d2t_D,
+        freeze_embeddings=recipe.freeze_embeddings or init.lora is not None,
+        head_dtype=head_dtype,
+    )
+    network.check_head()
+    return network
+
+
+def _first_model(recipe: DrafterRecipe, init: InitRecipe) -> PreTrainedModel:
     if init.source == "model":
         assert init.model is not None, "the recipe checks it"
-        tokenizer = AutoTokenizer.from_pretrained(init.model)
-        check_tokenizer(
-            tokenizer_sha256(tokenizer), target_tokenizer_sha256, f"init.model {init.model}", recipe.target
-        )
-        return load_for_training(init.model, None, recipe)
-    target = load_for_training(recipe.target, recipe.revision, recipe)
+        expected = tokenizer_sha256(load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision)))
+        found = tokenizer_sha256(AutoTokenizer.from_pretrained(init.model))
+        check_tokenizer(found, expected, f"init.model {init.model}", recipe.target)
+        model = load_model(init.model, None, recipe)
+        size = model.config.get_text_config().vocab_size
+        if init.lora is not None and size != (expected := config_of(recipe).get_text_config().vocab_size):
+            raise ValueError(
+                f"init.model {init.model} has a vocabulary of {size}, the target one of {expected}: LoRA "
+                "leaves embeddings and head as they are, so it needs a model with the target's; train the "
+                "whole model (without lora), or choose another one"
+            )
+        return model
     if init.source == "target":
+        target = load_model(recipe.target, recipe.revision, recipe)
         return keep_layers(target, chosen_layers(init, target.config.get_text_config().num_hidden_layers))
-    config = target.config
+    config = config_of(recipe)
     cut_config(config, evenly_spaced(init.num_layers, config.get_text_config().num_hidden_layers))
     config.update(init.config or {})
     torch.manual_seed(recipe.seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=recipe.attention)
 
 
-def load_for_training(source: str, revision: str | None, recipe: DrafterRecipe) -> PreTrainedModel:
-    """A causal LM in float32 with transformers' own attention."""
-    config = EngineConfig(dtype="float32", revision=revision, trust_remote_code=recipe.trust_remote_code)
+def config_of(recipe: DrafterRecipe) -> PretrainedConfig:
+    """The target's configuration."""
+    if recipe.target.endswith(".gguf"):
+        return load_model(recipe.target, None, recipe).config
+    return AutoConfig.from_pretrained(recipe.target, revision=recipe.revision)
+
+
+def vocab_size_of(recipe: DrafterRecipe) -> int:
+    """Tokens that the untrained network's head knows."""
+    init = recipe.init
+    is_other = init is not None and init.model is not None
+    config = AutoConfig.from_pretrained(init.model) if is_other else config_of(recipe)
+    return config.get_text_config().vocab_size
+
+
+def _build_mlp(recipe: DrafterRecipe, d2t_D: torch.Tensor | None, head_dtype: torch.dtype) -> MLPNetwork:
+    """The MLP speculator with the target's embeddings and head."""
+    assert recipe.mlp is not None, "the recipe checks it"
+    target = load_model(recipe.target, recipe.revision, recipe)
+    text = target.config.get_text_config()
+    head = target.get_output_embeddings().weight.detach()
+    head_DH = head if d2t_D is None else head[d2t_D]
+    config = MLPConfig(
+        hidden_size=text.hidden_size,
+        inner_size=recipe.mlp.inner_size,
+        vocab_size=text.vocab_size,
+        draft_vocab_size=len(head_DH),
+        num_steps=recipe.mlp.num_steps,
+        layer=text.num_hidden_layers,
+        max_positions=text.max_position_embeddings,
+    )
+    torch.manual_seed(recipe.seed)
+    network = MLPNetwork(config, d2t_D, head_dtype)
+    network.embed.weight.data.copy_(target.get_input_embeddings().weight)
+    network.lm_head.weight.data.copy_(head_DH)
+    return network
+
+
+def _build_eagle3(
+    recipe: DrafterRecipe, d2t_D: torch.Tensor | None, head_dtype: torch.dtype
+) -> Eagle3Network:
+    """One layer of the target's sizes, its head begun with the target's."""
+    section = recipe.eagle3
+    assert section is not None, "the recipe checks it"
+    target = load_model(recipe.target, recipe.revision, recipe)
+    text = target.config.get_text_config()
+    head = target.get_output_embeddings().weight.detach()
+    head_DH = head if d2t_D is None else head[d2t_D]
+    num_heads = text.num_attention_heads
+    layer = LlamaConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=section.intermediate_size or text.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=num_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
+        max_position_embeddings=text.max_position_embeddings,
+        rope_parameters=getattr(text, "rope_parameters", None),
+        tie_word_embeddings=False,
+    )
+    layers = section.layers or default_layers(text.num_hidden_layers)
+    torch.manual_seed(recipe.seed)
+    network = Eagle3Network(layer, len(head_DH), layers, section.num_steps, d2t_D, head_dtype)
+    network.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
+    network.lm_head.weight.data.copy_(head_DH)
+    if recipe.freeze_embeddings:
+        network.lm_head.requires_grad_(False)
+    return network
+
+
+def load_model(
+    source: str, revision: str | None, recipe: DrafterRecipe, dtype: Dtype = "float32"
+) -> PreTrainedModel:
+    """A causal LM with transformers' own attention; ValueError where there is none."""
+    config = EngineConfig(dtype=dtype, revision=revision, trust_remote_code=recipe.trust_remote_code)
     model = load_causal_lm(source, config, "cpu")
     model.set_attn_implementation(recipe.attention)
     return model

@@ -129,9 +129,10 @@ class Eagle3Network(DraftNetwork):
         d2t_D: torch.Tensor | None = None,
         head_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        super().__init__(d2t_D, head_dtype)
         size = config.hidden_size
-        self.config, self.num_steps, self.head_dtype = config, num_steps, head_dtype
+        self.config = config
+        self.num_steps = self.max_depth = num_steps
         self.states = StateNeeds(layers=layers, width=len(layers) * size, keeps_all=True)
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
         self.fc = nn.Linear(len(layers) * size, size, bias=False)
@@ -139,7 +140,6 @@ class Eagle3Network(DraftNetwork):
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
-        self.register_buffer("d2t_D", d2t_D, persistent=False)
 
     def unroll(self, sequences: Sequences, num_steps: int) -> Iterator[torch.Tensor]:
         """Hidden states [B, T, H] of each step."""
@@ -162,6 +162,11 @@ class Eagle3Network(DraftNetwork):
             attended_BTX = unrolled_attention(query, keys, values, sees_BTT)
             states_BTH = self.layers[0].finish(states_BTH, attended_BTX)
             yield self.norm(states_BTH)
+
+    @property
+    def head_parameter(self) -> nn.Parameter:
+        """The head's weight."""
+        return self.lm_head.weight
 
     def head(self, dtype: torch.dtype | None = None) -> Head:
         """The trained head."""

@@ -62,12 +62,13 @@ class MLPNetwork(DraftNetwork):
     def __init__(
         self, config: MLPConfig, d2t_D: torch.Tensor | None, head_dtype: torch.dtype = torch.float32
     ) -> None:
-        super().__init__()
+        super().__init__(d2t_D, head_dtype)
         hidden, inner = config.hidden_size, config.inner_size
-        self.config, self.head_dtype, self.num_steps = config, head_dtype, config.num_steps
+        self.config = config
+        self.num_steps = self.max_depth = config.num_steps
         self.states = StateNeeds(layers=(config.layer,), width=hidden)
         self.embed = nn.Embedding(config.vocab_size, hidden).requires_grad_(False)
-        self.head_weight = nn.Linear(hidden, config.draft_vocab_size, bias=False).requires_grad_(False)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False).requires_grad_(False)
         self.from_target = nn.Linear(hidden, inner, bias=False)
         self.from_state = nn.Linear(inner, inner, bias=False)
         self.from_token = nn.Linear(hidden, inner, bias=False)
@@ -75,7 +76,6 @@ class MLPNetwork(DraftNetwork):
         self.to_head = nn.Linear(inner, hidden, bias=False)
         self.scale_state = 0.5 ** (0.5 / config.num_steps)
         self.scale_token = math.sqrt(1.0 - self.scale_state**2)
-        self.register_buffer("d2t_D", d2t_D, persistent=False)
 
     def next_states(self, projected_RI: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
         """States after tokens, any leading shape; `projected_RI` is A h or B s."""
@@ -94,9 +94,14 @@ class MLPNetwork(DraftNetwork):
             states_BTI = self.next_states(states_BTI, sequences.ids_BT)
             yield self.to_head(states_BTI)
 
+    @property
+    def head_parameter(self) -> nn.Parameter:
+        """The head's weight."""
+        return self.lm_head.weight
+
     def head(self, dtype: torch.dtype | None = None) -> Head:
         """The target's rows of the draft vocabulary."""
-        return Head(self.head_weight.weight.to(dtype or self.head_dtype))
+        return Head(self.lm_head.weight.to(dtype or self.head_dtype))
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -52,18 +53,36 @@ class DraftNetwork(nn.Module, ABC):
     Attributes:
         states: what it reads of the target.
         num_steps: steps of an unroll that differ; 1 where guesses depend on the tokens alone.
+        max_depth: deepest guess that a tree should hold.
         head_dtype: of the product of hidden states and head.
         d2t_D: target ids of the draft vocabulary, int64; None: the whole vocabulary.
+        t2d_V: draft id of every target id, or -1; set where it is trained, None with the whole vocabulary.
     """
 
     states: StateNeeds
     num_steps: int
-    head_dtype: torch.dtype
+    max_depth: int
     d2t_D: torch.Tensor | None
+    t2d_V: torch.Tensor | None
+
+    def __init__(self, d2t_D: torch.Tensor | None, head_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head_dtype = head_dtype
+        self.register_buffer("d2t_D", d2t_D, persistent=False)
+        self.register_buffer("t2d_V", None, persistent=False)
 
     @abstractmethod
     def unroll(self, sequences: Sequences, num_steps: int) -> Iterator[torch.Tensor]:
         """What the head takes [B, T, H], of steps 1 .. `num_steps`, or fewer where the rest are equal."""
+
+    @property
+    @abstractmethod
+    def head_parameter(self) -> nn.Parameter:
+        """The weight that `head` is made of."""
+
+    @abstractmethod
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the files of the family into an artifact's folder."""
 
     @abstractmethod
     def head(self, dtype: torch.dtype | None = None) -> Head:
