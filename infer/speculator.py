@@ -202,7 +202,7 @@ class Speculator:
         session.laws = {node: law for node, law in session.laws.items() if node in outcome.survivors}
 
     def start_from_target(self, request_id: str) -> None:
-        """Forget what hangs below a root that started from the drafter's own state: the target's is there now.
+        """Forget what hangs below a root that started from the drafter's own state: the target's is there.
 
         For who drafts anew in every round anyway; on a hit of asynchronous decoding it is what was prepared.
         """

@@ -9,6 +9,7 @@ run does what is missing or damaged.
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from foredraft.infer.config import read_config, run_command, save_resolved
 from foredraft.infer.identity import chat_template_sha256, identify_target, tokenizer_sha256
@@ -28,6 +29,7 @@ from foredraft.train.log_recipe import LogRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.progress import ProgressReport
 from foredraft.train.prompt_set import LogPrompt, prompts_sha256, read_log_prompts
+from foredraft.train.state_plan import StatePlan
 from foredraft.train.target_log import LogManifest, TargetLog
 
 # settings that may change between a run and the one that takes it up; prompts and target are compared by hash
@@ -63,6 +65,8 @@ def collect(recipe: LogRecipe, resolved: str) -> TargetLog:
     own = missing[state.process_index :: state.num_processes]
     num_rows, is_main = collection.num_rows(own), state.is_main_process
     with ProgressReport("log: responses", num_rows, is_enabled=is_main) as report:
+        if own and recipe.hidden_layers:
+            report.say(collection.state_plan(missing).stored(log.folder))
         if own:
             collection.write_shards(log, collection.load_target(), own, report)
         state.wait_for_everyone()
@@ -96,6 +100,16 @@ class Collection:
         """Responses in some shards."""
         return len(self.slots) * sum(len(self.prompts_of(shard)) for shard in shards)
 
+    def state_plan(self, shards: list[int]) -> StatePlan:
+        """What the states of some shards cost at most."""
+        recipe = self.recipe
+        hidden_size = (
+            AutoConfig.from_pretrained(recipe.target, revision=recipe.revision).get_text_config().hidden_size
+        )
+        lengths = [len(self.prompts[index].token_ids) for shard in shards for index in self.prompts_of(shard)]
+        num_tokens = len(self.slots) * sum(length + recipe.max_new_tokens for length in lengths)
+        return StatePlan(num_tokens, hidden_size * len(recipe.hidden_layers))
+
     def prompts_of(self, shard: int) -> range:
         """Indices of a shard's prompts."""
         size = self.recipe.prompts_per_shard
@@ -109,9 +123,11 @@ class Collection:
             tokenizer_sha256=tokenizer_sha256(tokenizer),
             chat_template_sha256=None if recipe.raw else chat_template_sha256(tokenizer),
             top_k_logprobs=recipe.top_k_logprobs,
-            recipe={**asdict(recipe), "groups": [asdict(group) for group in recipe.groups]},
+            # as JSON gives it back
+            recipe=json.loads(json.dumps(asdict(recipe))),
             prompts_sha256=prompts_sha256(self.prompts),
             num_shards=self.num_shards,
+            hidden_layers=list(recipe.hidden_layers) or None,
         )
 
     def load_target(self) -> Target:
@@ -132,6 +148,7 @@ class Collection:
             num_pages=num_pages_for(lengths, len(self.slots), recipe.max_new_tokens, recipe.rows, PAGE_SIZE),
         )
         target = Target.load(recipe.target, config)
+        target.model.catch_states(recipe.hidden_layers)
         if max(lengths) + recipe.max_new_tokens > target.model.max_positions:
             raise ValueError(
                 f"the longest prompt has {max(lengths)} tokens; with max_new_tokens {recipe.max_new_tokens} "
@@ -198,6 +215,7 @@ def make_row(prompt: LogPrompt, response: Response) -> LogRow:
         tail_mass=response.tail_mass[:length],
         finish_reason=response.finish_reason,
         split=prompt.split,
+        states=np.concatenate(response.states) if response.states else None,
     )
 
 

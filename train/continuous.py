@@ -16,6 +16,7 @@ from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import SamplingParams
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import Row
+from foredraft.infer.target_states import to_bits
 from foredraft.kernels import dispatch
 from foredraft.kernels.coupled_sample_fast import top_columns
 from foredraft.kernels.draws import Draw
@@ -40,6 +41,7 @@ class Response:
     topk_logprobs: np.ndarray  # float16 [max_new_tokens, K]
     tail_mass: np.ndarray  # float32 [max_new_tokens]
     tokens: list[int] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)  # parts [n, S], where the model catches them
     finish_reason: str = ""
 
     @property
@@ -85,6 +87,7 @@ class ContinuousDecoder:
         self.prompt_seq: int | None = None
         self.prompt_ids: tuple[int, ...] = ()
         self.prompt_logits_V: torch.Tensor | None = None
+        self.prompt_states: np.ndarray | None = None
 
     @property
     def num_started(self) -> float:
@@ -102,7 +105,11 @@ class ContinuousDecoder:
             completed = self._admit(waiting)
             if self.active:
                 rows = [Row(seq=response.seq, token=response.tokens[-1]) for response in self.active]
-                completed += self._record(self.model.step(rows), self.active)
+                logits_RV = self.model.step(rows)
+                if self.model.tap is not None:
+                    for response, state in zip(self.active, to_bits(self.model.take_states()), strict=True):
+                        response.states.append(state[None])
+                completed += self._record(logits_RV, self.active)
                 self.active = [response for response in self.active if not response.finish_reason]
             yield completed
 
@@ -129,6 +136,7 @@ class ContinuousDecoder:
                 topk_ids=np.empty((size, self.num_kept), np.int32),
                 topk_logprobs=np.empty((size, self.num_kept), np.float16),
                 tail_mass=np.empty(size, np.float32),
+                states=[] if self.prompt_states is None else [self.prompt_states],
             )
             completed += self._record(self.prompt_logits_V[None], [response])
             if not response.finish_reason:
@@ -162,6 +170,8 @@ class ContinuousDecoder:
         self._leave_prompt()
         self.prompt_seq, self.prompt_ids = self.model.pool.begin(), prompt_ids
         self.prompt_logits_V = self.model.prefill(self.prompt_seq, list(prompt_ids))
+        if self.model.tap is not None:
+            self.prompt_states = to_bits(self.model.take_states())
 
     def _leave_prompt(self) -> None:
         if self.prompt_seq is not None:

@@ -22,18 +22,21 @@ from accelerate.utils import DistributedDataParallelKwargs
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.infer.config import read_config, run_command
-from foredraft.infer.drafter_card import CARD_FILE, read_drafter_card
+from foredraft.infer.drafter_card import CARD_FILE, StateNeeds, read_drafter_card
 from foredraft.infer.identity import identify_target, sha256_of_json, tokenizer_sha256
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import load_tokenizer
 from foredraft.train.artifact import Artifact
+from foredraft.train.batches import input_length
 from foredraft.train.draft_vocab import choose_draft_vocab, expected_counts
 from foredraft.train.drafter_init import build_network, config_of, vocab_size_of
 from foredraft.train.drafter_recipe import DrafterRecipe
 from foredraft.train.log_rows import LogRow
+from foredraft.train.logged_states import LoggedStates
 from foredraft.train.splits import part_of
+from foredraft.train.state_plan import StatePlan
 from foredraft.train.target_log import TargetLog
-from foredraft.train.target_runner import TargetRunner
+from foredraft.train.target_runner import States, TargetRunner
 from foredraft.train.trainer import Trainer, TrainingData
 
 # settings that change neither the weights nor what is measured
@@ -41,7 +44,7 @@ FREE_KEYS = (
     *("log", "target", "revision", "out", "overwrite"),
     *("wandb", "wandb_project", "tensorboard", "log_every", "save_every", "threads", "gate_prompts"),
 )
-MAX_TAIL_MASS = 0.5  # mean share of the teacher's mass that a log may leave out
+MAX_TAIL_MASS = 0.75  # mean share of the teacher's mass that a log may leave out
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,8 +87,7 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
     _check_losses(recipe, rows)
     torch.manual_seed(recipe.seed)
     network = build_network(recipe, _draft_vocab(recipe, tokenizer, rows))
-    needs = network.states
-    states = TargetRunner(recipe, needs, accelerator.device) if needs.layers else None
+    states = _states_of(recipe, network.states, logs, rows, accelerator)
     work = Path(f"{recipe.out}.training")
     work.mkdir(parents=True, exist_ok=True)
     data = TrainingData(rows, heldout, states)
@@ -213,6 +215,29 @@ def _pick_heldout(rows: list[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
         count = min(len(same), max(1, recipe.eval_rows // len(temperatures)))
         picked += [same[index * len(same) // count] for index in range(count)]
     return picked
+
+
+def _states_of(
+    recipe: DrafterRecipe,
+    needs: StateNeeds,
+    logs: Sequence[TargetLog],
+    rows: Sequence[LogRow],
+    accelerator: Accelerator,
+) -> States | None:
+    """Where a family's states come from, and what that costs; None for a family that reads none.
+
+    Raises:
+        ValueError: they are to come from a log that holds none, or others.
+    """
+    if not needs.layers:
+        return None
+    if recipe.states == "log":
+        return LoggedStates(logs, needs)
+    runner = TargetRunner(recipe, needs, accelerator.device)
+    num_tokens = sum(input_length(row, recipe.max_length) for row in rows)
+    plan = StatePlan(num_tokens, needs.width)
+    accelerator.print(plan.run(runner.measure_rate(rows, recipe), recipe.epochs), file=sys.stderr)
+    return runner
 
 
 def _draft_vocab(

@@ -1,9 +1,9 @@
 """The gate behind training: a drafter that is good on paper must be as good in the engine.
 
-Under coupled verification a decode is a function of prompt, seed and target. So are its rounds: every guess
-either is the target's token or is not. The engine decodes held-out prompts of the log with
-the logged seeds and the new drafter, synchronously and in chains; the trainer's unrolled network foretells the
-rounds along the same text. Both counts must agree but for numerics.
+Under coupled verification a decode is a function of prompt, seed and target. So are its rounds: a guess
+either is the target's token or it is not. The engine decodes held-out prompts of the log with the logged
+seeds and the new drafter, synchronously and in chains; the trainer's unrolled network foretells the rounds
+along the same text. Both counts must agree but for numerics.
 """
 
 from __future__ import annotations

@@ -104,8 +104,10 @@ class LogRecipe:
     device: str = "cpu"
     rows: int = 64  # sequences decoded at once
     threads: int = 0  # 0: torch's choice
+    hidden_layers: tuple[int, ...] = ()  # ids of states that are stored too, for drafters that feed on them
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
         # readers of YAML leave the members of a list as mappings
         groups = tuple(g if isinstance(g, ResponseGroup) else ResponseGroup(**vars(g)) for g in self.groups)
         object.__setattr__(self, "groups", groups)

@@ -52,6 +52,13 @@ class LogRow:
     tail_mass: np.ndarray  # float32 [T], probability of all other tokens
     finish_reason: str  # stop | length
     split: str  # train | heldout
+    # of the target after every token but the last, bfloat16 bits [P + T - 1, S]; only while it is written
+    states: np.ndarray | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the row in a log: no two have one prompt and one seed."""
+        return f"{self.request_id}-{self.seed}"
 
 
 def write_rows(path: Path, rows: Sequence[LogRow], num_kept: int) -> None:

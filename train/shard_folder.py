@@ -31,6 +31,7 @@ class ShardEntry:
     rows: int
     tokens: int  # response tokens of a target log; labelled records of outcomes
     sha256: str
+    states_sha256: str | None = None  # of the file of states beside it, in a target log that has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +151,22 @@ class ShardFolder(Generic[M]):
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a manifest that this version reads ({error})") from error
 
-    def _write_shard(self, index: int, rows: int, tokens: int, write: Callable[[Path], None]) -> None:
+    def _write_shard(
+        self,
+        index: int,
+        rows: int,
+        tokens: int,
+        write: Callable[[Path], None],
+        states_sha256: str | None = None,
+    ) -> None:
         """Write one shard, then its entry; both appear whole or not at all."""
         path = self.folder / self.shard_name(index)
         with atomic_file(path) as temporary:
             write(temporary)
             digest = read_sha256(temporary)
-        entry = ShardEntry(file=path.name, rows=rows, tokens=tokens, sha256=digest)
+        entry = ShardEntry(
+            file=path.name, rows=rows, tokens=tokens, sha256=digest, states_sha256=states_sha256
+        )
         with atomic_file(path.with_suffix(".json")) as temporary:
             temporary.write_text(json.dumps(asdict(entry)))
 

@@ -172,7 +172,7 @@ class Synthesis:
         return -(-len(self.slots) // self.recipe.prompts_per_part)
 
     def turns_of(self, parts: Sequence[int]) -> list[int]:
-        """Indices of the turns of some parts; turns of one opening follow each other, to share its prefill."""
+        """Indices of the turns of some parts; those of one opening stand together, to share its prefill."""
         size = self.recipe.prompts_per_part
         return [
             index for part in parts for index in range(part * size, min((part + 1) * size, len(self.slots)))
