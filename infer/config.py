@@ -26,7 +26,13 @@ from jsonargparse import ArgumentParser, Namespace
 from foredraft.infer.atomic import write_text_atomic
 
 Recipe = TypeVar("Recipe")
-KeyTree = dict[str, "KeyTree | None"]  # section: its keys; None: a value
+
+
+class KeyTree(dict[str, "KeyTree | None"]):
+    """Section: its keys; None: a value."""
+
+    is_optional = False  # the section may be a plain string instead
+
 
 OWN_FLAGS = ("config", "print_config", "help")
 EXTRAS = {
@@ -131,9 +137,10 @@ def _fields(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
 
 
 def _nested_class(hint: Any) -> type[Any] | None:
-    """The dataclass in `hint`: itself, that of `Section | None`, the members' of `tuple[Section, ...]`."""
-    options = [hint, *typing.get_args(hint)]
-    return next((item for item in options if _is_section(item)), None)
+    """The dataclass in `hint`: itself, or anywhere in `Section | None`, `str | tuple[Section, ...]`."""
+    if _is_section(hint):
+        return hint
+    return next(filter(None, map(_nested_class, typing.get_args(hint))), None)
 
 
 def _is_section(hint: Any) -> bool:
@@ -141,8 +148,13 @@ def _is_section(hint: Any) -> bool:
 
 
 def _key_tree(cls: type[Any]) -> KeyTree:
-    nested = {item.name: _nested_class(hint) for item, hint in _fields(cls)}
-    return {name: _key_tree(section) if section else None for name, section in nested.items()}
+    tree = KeyTree()
+    for item, hint in _fields(cls):
+        section = _nested_class(hint)
+        tree[item.name] = _key_tree(section) if section else None
+        if (below := tree[item.name]) is not None:
+            below.is_optional = str in typing.get_args(hint)
+    return tree
 
 
 def _hints(cls: type[Any], prefix: str = "") -> dict[str, Any]:
@@ -190,7 +202,7 @@ def _walk_yaml(node: yaml.MappingNode, keys: KeyTree, prefix: str, file: str) ->
                 key for member in members for key in _walk_yaml(member, below, f"{prefix}{name}.", file)
             ]
             yield prefix + name
-        elif below and not value.tag.endswith(":null"):
+        elif below and not value.tag.endswith(":null") and not below.is_optional:
             raise UserError(f"{where}: section {prefix + name!r} must hold keys of {', '.join(below)}")
         else:
             yield prefix + name

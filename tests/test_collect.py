@@ -183,19 +183,19 @@ def test_prompts_that_do_not_fit_are_refused(recipe: LogRecipe) -> None:
         collect(replace(recipe, out=recipe.out + "-2", top_k_logprobs=321), "recipe")
 
 
-def test_a_bad_split_is_named(tmp_path: Path, tiny_target: Path) -> None:
+def test_a_bad_split_is_named(recipe: LogRecipe, tmp_path: Path, tiny_target: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "split": "test"}\n')
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     with pytest.raises(ValueError, match="line 3: split must be train or heldout, got 'test'"):
-        read_log_prompts(str(path), tokenizer, raw=False, heldout_fraction=0.1)
+        read_log_prompts(replace(recipe, prompts=str(path)), tokenizer)
 
 
-def test_hashed_split_is_about_the_fraction(tmp_path: Path, tiny_target: Path) -> None:
+def test_hashed_split_is_about_the_fraction(recipe: LogRecipe, tmp_path: Path, tiny_target: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"number {number}"}) + "\n" for number in range(500)))
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
-    prompts = read_log_prompts(str(path), tokenizer, raw=True, heldout_fraction=0.2)
+    prompts = read_log_prompts(replace(recipe, prompts=str(path), raw=True, heldout_fraction=0.2), tokenizer)
     assert 70 <= sum(prompt.split == "heldout" for prompt in prompts) <= 130
 
 

@@ -86,7 +86,7 @@ def test_columns_are_the_published_ones(tmp_path: Path) -> None:
     assert set(schema.names) == {
         *("request_id", "prompt_ids", "response_ids", "first_position", "seed", "choice", "temperature"),
         *("top_k", "top_p", "min_p", "repetition_penalty", "topk_ids", "topk_logprobs", "tail_mass"),
-        *("finish_reason", "split"),
+        *("finish_reason", "split", "source"),
     }
     assert str(schema.field("seed").type) == "uint64"
     assert "fixed_size_list<element: halffloat>[4]" in str(schema.field("topk_logprobs").type)

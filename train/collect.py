@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +25,23 @@ from foredraft.infer.config import read_config, run_command, save_resolved
 from foredraft.infer.identity import chat_template_sha256, identify_target, tokenizer_sha256
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import Target, load_tokenizer
+from foredraft.train.collect_server import ServerDecoder
 from foredraft.train.continuous import ContinuousDecoder, Job, Response, num_pages_for
-from foredraft.train.log_recipe import LogRecipe
+from foredraft.train.given import Scorer
+from foredraft.train.log_recipe import LogRecipe, ResponseGroup
 from foredraft.train.log_rows import LogRow
 from foredraft.train.progress import ProgressReport
-from foredraft.train.prompt_set import LogPrompt, prompts_sha256, read_log_prompts
+from foredraft.train.prompt_set import prompts_sha256, read_log_prompts
 from foredraft.train.state_plan import StatePlan
 from foredraft.train.target_log import LogManifest, TargetLog
 
 # settings that may change between a run and the one that takes it up; prompts and target are compared by hash
-FREE_KEYS = ("target", "revision", "prompts", "heldout_fraction", "out", "rows", "threads", "device")
+FREE_KEYS = (
+    *("target", "revision", "prompts", "heldout_fraction", "out"),
+    *("rows", "threads", "device", "server"),
+)
 PAGE_SIZE = 64
+GIVEN = ResponseGroup(responses=1, temperature=0.0)  # how given responses are entered: as what must be said
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,7 +75,7 @@ def collect(recipe: LogRecipe, resolved: str) -> TargetLog:
         if own and recipe.hidden_layers:
             report.say(collection.state_plan(missing).stored(log.folder))
         if own:
-            collection.write_shards(log, collection.load_target(), own, report)
+            collection.write_shards(log, own, report)
         state.wait_for_everyone()
         if is_main:
             log.gather()
@@ -86,10 +93,9 @@ class Collection:
 
     def __init__(self, recipe: LogRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.recipe = recipe
-        self.prompts = read_log_prompts(
-            recipe.prompts, tokenizer, raw=recipe.raw, heldout_fraction=recipe.heldout_fraction
-        )
-        self.slots = [(group, number) for group in recipe.groups for number in range(group.responses)]
+        self.prompts = read_log_prompts(recipe, tokenizer)
+        groups = recipe.groups or (GIVEN,)
+        self.slots = [(group, number) for group in groups for number in range(group.responses)]
 
     @property
     def num_shards(self) -> int:
@@ -170,53 +176,94 @@ class Collection:
                     params = group.sampling(seed, self.recipe.max_new_tokens)
                     yield Job(key=(index, slot), prompt_ids=prompt.token_ids, params=params)
 
-    def write_shards(self, log: TargetLog, target: Target, shards: list[int], report: ProgressReport) -> None:
-        """Decode the responses of some shards; a shard is written as soon as its last one is complete."""
-        decoder = ContinuousDecoder(target.model, target.eos_ids, log.manifest.top_k_logprobs)
+    def write_shards(self, log: TargetLog, shards: list[int], report: ProgressReport) -> None:
+        """Get the responses of some shards; a shard is written as soon as its last one is complete."""
         rows: dict[int, dict[tuple[int, int], LogRow]] = {shard: {} for shard in shards}
         num_done = num_tokens = 0
-        for completed in decoder.run(self.jobs(shards)):
-            for response in completed:
-                index, _ = response.job.key
-                shard = index // self.recipe.prompts_per_shard
-                rows[shard][response.job.key] = make_row(self.prompts[index], response)
-                num_done, num_tokens = num_done + 1, num_tokens + len(response.tokens)
+        for key, row, num_started in self.responses(shards):
+            if row is not None:
+                shard = key[0] // self.recipe.prompts_per_shard
+                rows[shard][key] = row
+                num_done, num_tokens = num_done + 1, num_tokens + len(row.response_ids)
                 if len(rows[shard]) == self.num_rows([shard]):
                     done = rows.pop(shard)
                     log.write_shard(shard, [done[key] for key in sorted(done)])
-            report.update(num_done + int(decoder.num_started), f"{num_tokens} tokens")
+            report.update(num_done + int(num_started), f"{num_tokens} tokens")
+
+    def responses(self, shards: list[int]) -> Iterator[tuple[tuple[int, int], LogRow | None, float]]:
+        """Complete responses: key, row, how many more are under way; a row of None tells progress only."""
+        recipe = self.recipe
+        if recipe.server is not None:
+            for job, fields in ServerDecoder(recipe.server, recipe.top_k_logprobs).run(self.jobs(shards)):
+                yield job.key, self.row_of(job, "server", **fields), 0.0
+            return
+        if recipe.responses == "given":
+            target = self.load_target() if recipe.top_k_logprobs else None
+            scorer = Scorer(None if target is None else target.model, recipe.top_k_logprobs)
+            for job in self.jobs(shards):
+                yield job.key, self.given_row(job, scorer), 0.0
+            return
+        target = self.load_target()
+        decoder = ContinuousDecoder(target.model, target.eos_ids, recipe.top_k_logprobs)
+        for completed in decoder.run(self.jobs(shards)):
+            yield (-1, -1), None, decoder.num_started
+            for response in completed:
+                yield response.job.key, self.decoded_row(response), decoder.num_started
+
+    def decoded_row(self, response: Response) -> LogRow:
+        """The row of a response that the target decoded here."""
+        length = len(response.tokens)
+        return self.row_of(
+            response.job,
+            "target",
+            response_ids=np.asarray(response.tokens, np.int32),
+            topk_ids=response.topk_ids[:length],
+            topk_logprobs=response.topk_logprobs[:length],
+            tail_mass=response.tail_mass[:length],
+            finish_reason=response.finish_reason,
+            states=np.concatenate(response.states) if response.states else None,
+        )
+
+    def given_row(self, job: Job, scorer: Scorer) -> LogRow:
+        """The row of a response of the data."""
+        response_ids = self.prompts[job.key[0]].response_ids
+        topk_ids, topk_logprobs, tail_mass, states = scorer.score(job.prompt_ids, response_ids)
+        return self.row_of(
+            job,
+            "given",
+            response_ids=np.asarray(response_ids, np.int32),
+            topk_ids=topk_ids,
+            topk_logprobs=topk_logprobs,
+            tail_mass=tail_mass,
+            finish_reason="length" if len(response_ids) == self.recipe.max_new_tokens else "stop",
+            states=states,
+        )
+
+    def row_of(self, job: Job, source: str, **fields: Any) -> LogRow:
+        """A log row: what the job says, and what is known of its response."""
+        prompt, params = self.prompts[job.key[0]], job.params
+        assert params.seed is not None, "every row has a seed of its own"
+        return LogRow(
+            request_id=prompt.request_id,
+            prompt_ids=np.asarray(prompt.token_ids, np.int32),
+            first_position=len(prompt.token_ids),
+            seed=params.seed,
+            choice=params.choice,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            split=prompt.split,
+            source=source,
+            **fields,
+        )
 
 
 def derive_seed(base: int, request_id: str, slot: int) -> int:
     """A seed of its own for every row, the same whenever the row is decoded."""
     digest = hashlib.sha256(f"{base}/{request_id}/{slot}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
-
-
-def make_row(prompt: LogPrompt, response: Response) -> LogRow:
-    """The log row of a complete response."""
-    params, length = response.job.params, len(response.tokens)
-    seed = params.seed
-    assert seed is not None, "every row has a seed of its own"
-    return LogRow(
-        request_id=prompt.request_id,
-        prompt_ids=np.asarray(prompt.token_ids, np.int32),
-        response_ids=np.asarray(response.tokens, np.int32),
-        first_position=len(prompt.token_ids),
-        seed=seed,
-        choice=params.choice,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        topk_ids=response.topk_ids[:length],
-        topk_logprobs=response.topk_logprobs[:length],
-        tail_mass=response.tail_mass[:length],
-        finish_reason=response.finish_reason,
-        split=prompt.split,
-        states=np.concatenate(response.states) if response.states else None,
-    )
 
 
 if __name__ == "__main__":

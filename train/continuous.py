@@ -55,6 +55,14 @@ class Response:
         return CoupledSampler(self.job.params, self.job.prompt_ids).draws([self.position], [self.tokens])[0]
 
 
+def kept_distributions(logits_RV: torch.Tensor, num_kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a log keeps: ids int32 [R, K], log-probabilities float16 [R, K], mass of the rest [R]."""
+    top = top_columns(logits_RV, num_kept)
+    logprobs_RK = top.logits_NW - logits_RV.logsumexp(-1, keepdim=True)
+    tail_R = (1.0 - logprobs_RK.exp().sum(-1)).clamp(min=0.0)
+    return top.columns_NW.int().cpu().numpy(), logprobs_RK.half().cpu().numpy(), tail_R.cpu().numpy()
+
+
 def num_pages_for(
     lengths: Iterable[int], responses: int, max_new_tokens: int, rows: int, page_size: int
 ) -> int:
@@ -147,11 +155,7 @@ class ContinuousDecoder:
 
     def _record(self, logits_RV: torch.Tensor, responses: list[Response]) -> list[Response]:
         """Choose each row's token and keep its distribution; ends the responses that it completes."""
-        top = top_columns(logits_RV, self.num_kept)
-        logprobs_RK = top.logits_NW - logits_RV.logsumexp(-1, keepdim=True)
-        tail_R = (1.0 - logprobs_RK.exp().sum(-1)).clamp(min=0.0).cpu().numpy()
-        ids_RK = top.columns_NW.int().cpu().numpy()
-        logprobs_RK = logprobs_RK.half().cpu().numpy()
+        ids_RK, logprobs_RK, tail_R = kept_distributions(logits_RV, self.num_kept)
         tokens = dispatch.coupled_sample(logits_RV, [response.draw for response in responses]).tolist()
         for row, (response, token) in enumerate(zip(responses, tokens, strict=True)):
             index = len(response.tokens)

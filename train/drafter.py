@@ -207,7 +207,7 @@ def _usable_rows(rows: Iterable[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
 
 def _pick_heldout(rows: list[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     """At most `eval_rows` held-out rows, spread evenly over each temperature's."""
-    rows = [row for row in rows if row.first_position < recipe.max_length]
+    rows = [row for row in rows if row.first_position < recipe.max_length and row.is_targets]
     temperatures = sorted({row.temperature for row in rows})
     picked: list[LogRow] = []
     for temperature in temperatures:

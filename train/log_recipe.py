@@ -86,11 +86,44 @@ class ResponseGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSource:
+    """One source of prompts."""
+
+    kind: Literal["jsonl", "requests", "hub"]
+    path: str  # JSONL file; folder of request/response logs; id of a dataset on the Hub, or its local folder
+    limit: int = 0  # prompts taken from its beginning; 0: all
+    subset: str | None = None  # hub: configuration of the dataset
+    split: str = "train"  # hub
+    column: str = "messages"  # hub: conversations (OpenAI or ShareGPT form), or the text of a user turn
+
+    def __post_init__(self) -> None:
+        require(self.limit >= 0, "limit", "0 (all) or positive", self.limit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerRecipe:
+    """An OpenAI-compatible server (vLLM, SGLang) that runs the target. The key is OPENAI_API_KEY's."""
+
+    url: str  # such as http://127.0.0.1:8000/v1
+    model: str  # as the server calls the target
+    concurrency: int = 16  # requests at once
+    timeout_s: float = 600.0  # of one request
+    retries: int = 3
+
+    def __post_init__(self) -> None:
+        require(self.url.startswith(("http://", "https://")), "url", "http:// or https://", self.url)
+        require(self.concurrency >= 1, "concurrency", "at least 1", self.concurrency)
+        require(self.timeout_s > 0.0, "timeout_s", "positive", self.timeout_s)
+        require(self.retries >= 0, "retries", "0 or positive", self.retries)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogRecipe:
     """`foredraft log`: what the target answers to which prompts, and what is kept of it."""
 
     target: str  # Hub id, folder or .gguf file
-    prompts: str  # JSONL with `messages` or `prompt`, optional `id` and `split`
+    # JSONL with `messages` or `prompt`, optional `id`, `split` and `response`; or several sources
+    prompts: str | tuple[PromptSource, ...]
     out: str  # folder of the log
     groups: tuple[ResponseGroup, ...]
     max_new_tokens: int
@@ -104,6 +137,8 @@ class LogRecipe:
     device: str = "cpu"
     rows: int = 64  # sequences decoded at once
     threads: int = 0  # 0: torch's choice
+    responses: Literal["target", "given"] = "target"  # given: those of the data, which the target only scores
+    server: ServerRecipe | None = None  # that decodes in place of this process
     hidden_layers: tuple[int, ...] = ()  # ids of states that are stored too, for drafters that feed on them
 
     def __post_init__(self) -> None:
@@ -111,11 +146,32 @@ class LogRecipe:
         # readers of YAML leave the members of a list as mappings
         groups = tuple(g if isinstance(g, ResponseGroup) else ResponseGroup(**vars(g)) for g in self.groups)
         object.__setattr__(self, "groups", groups)
-        require(bool(self.groups), "groups", "at least one group of responses", self.groups)
+        if not isinstance(self.prompts, str):
+            sources = tuple(
+                s if isinstance(s, PromptSource) else PromptSource(**vars(s)) for s in self.prompts
+            )
+            object.__setattr__(self, "prompts", sources)
+        is_given = self.responses == "given"
+        require(bool(self.sources), "prompts", "at least one source", self.prompts)
+        is_grouped = bool(self.groups) != is_given
+        require(is_grouped, "groups", "empty with given responses, else at least one group", self.groups)
+        is_remote = self.server is not None
+        require(not (is_remote and is_given), "server", "unset with given responses", self.server)
+        no_states = not (is_remote and self.hidden_layers)
+        require(no_states, "hidden_layers", "empty with a server, which sends no states", self.hidden_layers)
         require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
-        require(1 <= self.top_k_logprobs <= 1024, "top_k_logprobs", "in 1..1024", self.top_k_logprobs)
+        least = 0 if is_given or is_remote else 1
+        is_width = least <= self.top_k_logprobs <= 1024
+        require(is_width, "top_k_logprobs", f"in {least}..1024", self.top_k_logprobs)
         require(0.0 <= self.heldout_fraction < 1.0, "heldout_fraction", "in [0, 1)", self.heldout_fraction)
         require(0 <= self.seed < 2**64, "seed", "in [0, 2^64)", self.seed)
         require(self.prompts_per_shard >= 1, "prompts_per_shard", "at least 1", self.prompts_per_shard)
         require(2 <= self.rows <= 256, "rows", "in 2..256", self.rows)
         require(self.threads >= 0, "threads", "0 (automatic) or positive", self.threads)
+
+    @property
+    def sources(self) -> tuple[PromptSource, ...]:
+        """Where prompts come from."""
+        if isinstance(self.prompts, str):
+            return (PromptSource(kind="jsonl", path=self.prompts),) if self.prompts else ()
+        return self.prompts

@@ -27,6 +27,7 @@ SCALARS = {
     "repetition_penalty": pa.float64(),
     "finish_reason": pa.string(),
     "split": pa.string(),
+    "source": pa.string(),
 }
 LISTS: dict[str, Any] = {"prompt_ids": np.int32, "response_ids": np.int32, "tail_mass": np.float32}
 MATRICES: dict[str, Any] = {"topk_ids": np.int32, "topk_logprobs": np.float16}
@@ -52,6 +53,7 @@ class LogRow:
     tail_mass: np.ndarray  # float32 [T], probability of all other tokens
     finish_reason: str  # stop | length
     split: str  # train | heldout
+    source: str = "target"  # target | given (not decoded by us) | server | drafter (its own guesses, scored)
     # of the target after every token but the last, bfloat16 bits [P + T - 1, S]; only while it is written
     states: np.ndarray | None = None
 
@@ -59,6 +61,11 @@ class LogRow:
     def key(self) -> str:
         """Name of the row in a log: no two have one prompt and one seed."""
         return f"{self.request_id}-{self.seed}"
+
+    @property
+    def is_targets(self) -> bool:
+        """Whether every token is the target's for the row's seed, or stands for it at temperature 0."""
+        return self.source == "target" or (self.source != "drafter" and self.temperature == 0.0)
 
 
 def write_rows(path: Path, rows: Sequence[LogRow], num_kept: int) -> None:
@@ -87,6 +94,8 @@ def read_rows(path: Path) -> list[LogRow]:
         ValueError: the file lacks a column of the log schema.
     """
     table = pq.read_table(path, memory_map=True)
+    if "source" not in table.column_names:  # older logs hold decoded responses only
+        table = table.append_column("source", pa.array(["target"] * len(table)))
     wanted = [*SCALARS, *LISTS, *MATRICES]
     missing = sorted(set(wanted) - set(table.column_names))
     if missing:
