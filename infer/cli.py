@@ -13,6 +13,7 @@ from foredraft.infer.config import UserError, nearest, run_command
 COMMANDS = {
     "synthesise": ("foredraft.train.synthesise", "prompts drawn from the target itself"),
     "log": ("foredraft.train.collect", "run the target over prompts, write the target log"),
+    "inspect-log": ("foredraft.train.inspect_log", "what a target log holds, and what of it is trained"),
     "train-drafter": ("foredraft.train.drafter", "distil a drafter from the log"),
     "outcomes": ("foredraft.train.outcomes", "replay the drafter over the log, write outcome records"),
     "export": ("foredraft.train.export", "folders with model cards; to the Hub with --push-to-hub"),

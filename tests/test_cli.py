@@ -44,7 +44,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("generat", "did you mean generate?"),
         ("train", "did you mean train-drafter?"),
-        ("zzz", "commands: log, "),
+        ("zzz", "commands: synthesise, log, "),
     ],
 )
 def test_unknown_command(command: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
