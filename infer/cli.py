@@ -15,6 +15,7 @@ COMMANDS = {
     "log": ("foredraft.train.collect", "run the target over prompts, write the target log"),
     "inspect-log": ("foredraft.train.inspect_log", "what a target log holds, and what of it is trained"),
     "train-drafter": ("foredraft.train.drafter", "distil a drafter from the log"),
+    "on-policy": ("foredraft.train.on_policy", "the drafter's own mistakes, scored by the target"),
     "outcomes": ("foredraft.train.outcomes", "replay the drafter over the log, write outcome records"),
     "export": ("foredraft.train.export", "folders with model cards; to the Hub with --push-to-hub"),
     "train-predictor": ("foredraft.train.predictor", "fit the outcome predictor to the records"),

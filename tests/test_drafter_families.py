@@ -17,6 +17,7 @@ from foredraft.infer.drafters.network import DraftNetwork, Sequences
 from foredraft.infer.engine import Engine
 from foredraft.infer.params import EngineConfig, Mode, SpeculationParams
 from foredraft.train.acceptance import chain_rounds, follow_row, sampling_of
+from foredraft.train.chain_rounds import ChainRounds
 from foredraft.train.drafter import train_drafter
 from foredraft.train.drafter_init import build_network
 from foredraft.train.drafter_recipe import (
@@ -214,6 +215,21 @@ def test_the_engine_drafts_as_the_trainer_unrolls(
             assert tokens["plain"] == tokens["sync"] == tokens["async"] == row.response_ids.tolist()
             if name != "ngram":
                 assert_simulated(recipe, row, found["sync"].request_stats)
+            assert_replayed(recipe, row, found["sync"].request_stats)
+
+
+def assert_replayed(recipe: DrafterRecipe, row: LogRow, stats: Any) -> None:
+    """The engine's rounds are those of a replay over the log."""
+    config = EngineConfig(dtype="float32", draft_rows=8, lanes=K + 1)
+    drafter = load_drafter(recipe.out, config)
+    needs, states = drafter.states, None
+    if needs.layers:
+        states = TargetRunner.of_recipe(recipe, needs, torch.device("cpu")).bits_of
+    rounds = ChainRounds(drafter, k=K, fan_out=16, states=states)
+    [(_, records)] = rounds.run([row])
+    # the last round of a response has no outcome where the response ends before it
+    num_replayed = len(records) // (K + 1)
+    assert num_replayed in (stats.rounds, stats.rounds - 1)
 
 
 def assert_simulated(recipe: DrafterRecipe, row: LogRow, stats: Any) -> None:
@@ -228,7 +244,9 @@ def assert_simulated(recipe: DrafterRecipe, row: LogRow, stats: Any) -> None:
         )
     else:
         network.load_state_dict({k: v for k, v in weights.items() if k not in ("d2t", "t2d")})
-    states = TargetRunner(recipe, network.states, torch.device("cpu")) if network.states.layers else None
+    states = (
+        TargetRunner.of_recipe(recipe, network.states, torch.device("cpu")) if network.states.layers else None
+    )
     report = follow_row(network.eval(), row, 1024, states)
     expected = chain_rounds(report.ranks_ST == 0, K)
     assert (stats.rounds, stats.rounds_ngram) == (len(expected), 0)

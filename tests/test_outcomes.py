@@ -179,7 +179,7 @@ def test_chain_rounds_settle_what_the_drafters_guesses_allow(outcomes: OutcomeLo
             rounds.records.seed_N.reshape(-1, K + 1)[:, 0] == row.seed
         )
         settled = (rounds.num_right_M[is_own] + 1).tolist()
-        expected = chain_rounds(is_match, K)
+        expected = chain_rounds(np.array([is_match]), K)
         # a last round whose outcome lies beyond the response is left out
         assert settled == expected[: len(settled)]
         assert len(expected) - len(settled) <= 1

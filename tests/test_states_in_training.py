@@ -79,7 +79,7 @@ def test_stored_states_are_those_of_the_target(
     lines = [rows[:3], rows[3:]] if is_packed else [[row] for row in rows]
     batch = collate(lines, 64)
     stored = LoggedStates([log], NEEDS).of(lines, batch)
-    run = TargetRunner(recipe, NEEDS, torch.device("cpu")).of(lines, batch)
+    run = TargetRunner.of_recipe(recipe, NEEDS, torch.device("cpu")).of(lines, batch)
     is_input_BT = torch.zeros(batch.ids_BT.shape, dtype=torch.bool)
     for index, line in enumerate(lines):
         is_input_BT[index, : sum(row.first_position + len(row.response_ids) - 1 for row in line)] = True
@@ -122,7 +122,7 @@ def test_rows_keep_one_state_a_token(log: TargetLog) -> None:
     rows = list(log.rows())
     states = LoggedStates([log], StateNeeds(layers=(0,), width=32))
     for row in rows:
-        assert states._read(row).shape == (len(row.prompt_ids) + len(row.response_ids) - 1, 32)
+        assert states.bits_of(row).shape == (len(row.prompt_ids) + len(row.response_ids) - 1, 32)
     assert len({row.key for row in rows}) == len(rows)
     assert all(row.states is None for row in rows)
     assert np.unique([row.seed for row in rows]).size == len(rows)

@@ -27,7 +27,7 @@ from foredraft.infer.identity import identify_target, sha256_of_json, tokenizer_
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import load_tokenizer
 from foredraft.train.artifact import Artifact
-from foredraft.train.batches import input_length
+from foredraft.train.batches import input_length, trained_length
 from foredraft.train.draft_vocab import choose_draft_vocab, expected_counts
 from foredraft.train.drafter_init import build_network, config_of, vocab_size_of
 from foredraft.train.drafter_recipe import DrafterRecipe
@@ -77,6 +77,7 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
     tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))
     _check_target(recipe, logs, tokenizer)
     rows = _usable_rows((row for log in logs for row in log.rows() if is_own(row, recipe)), recipe)
+    rows = mix_on_policy(rows, recipe)
     heldout = _pick_heldout([row for log in logs for row in log.rows("heldout")], recipe)
     artifact = Artifact(recipe, resolved, tokenizer, logs[0].manifest, fingerprint)
     if recipe.ngram is not None:
@@ -172,6 +173,11 @@ def _check_losses(recipe: DrafterRecipe, rows: Sequence[LogRow]) -> None:
         ValueError: a log of tokens only, or most of the mass beyond the kept tokens.
     """
     names = {name for losses in (recipe.losses, recipe.final_losses or {}) for name in losses if losses[name]}
+    if "cross_entropy" in names and any(row.source == "drafter" for row in rows):
+        raise ValueError(
+            "cross_entropy would teach the drafter its own mistakes, the tokens of an on-policy log; "
+            "use losses that compare distributions, or leave that log out"
+        )
     compared = sorted(names - {"cross_entropy"})
     if not compared:
         return
@@ -205,6 +211,29 @@ def _usable_rows(rows: Iterable[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     return usable
 
 
+def mix_on_policy(rows: Sequence[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
+    """All of the target's own rows, and as many of a drafter's mistakes as the recipe's share asks for.
+
+    Raises:
+        ValueError: a share of mistakes that no log holds.
+    """
+    own = [row for row in rows if row.source != "drafter"]
+    mistakes = [row for row in rows if row.source == "drafter"]
+    if not recipe.on_policy_share:
+        return [*own, *mistakes]
+    if not mistakes:
+        raise ValueError(
+            f"on_policy_share is {recipe.on_policy_share:g}, but no log of {', '.join(recipe.logs)} holds a "
+            "drafter's mistakes; make one with `foredraft on-policy` and add its folder to `log`"
+        )
+    num_own = sum(trained_length(row, recipe.max_length) for row in own)
+    wanted = num_own * recipe.on_policy_share / (1.0 - recipe.on_policy_share)
+    order = np.random.default_rng([recipe.seed, len(mistakes)]).permutation(len(mistakes))
+    lengths = np.array([trained_length(mistakes[index], recipe.max_length) for index in order])
+    count = int(np.searchsorted(np.cumsum(lengths), wanted)) + 1
+    return [*own, *(mistakes[index] for index in sorted(order[:count]))]
+
+
 def _pick_heldout(rows: list[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
     """At most `eval_rows` held-out rows, spread evenly over each temperature's."""
     rows = [row for row in rows if row.first_position < recipe.max_length and row.is_targets]
@@ -233,7 +262,7 @@ def _states_of(
         return None
     if recipe.states == "log":
         return LoggedStates(logs, needs)
-    runner = TargetRunner(recipe, needs, accelerator.device)
+    runner = TargetRunner.of_recipe(recipe, needs, accelerator.device)
     num_tokens = sum(input_length(row, recipe.max_length) for row in rows)
     plan = StatePlan(num_tokens, needs.width)
     accelerator.print(plan.run(runner.measure_rate(rows, recipe), recipe.epochs), file=sys.stderr)

@@ -132,6 +132,8 @@ class DrafterRecipe:
     losses: dict[str, float] = field(default_factory=lambda: {"forward_kl": 1.0})
     final_losses: dict[str, float] | None = None  # weights at the end; they change linearly over all updates
     step_weights: tuple[float, ...] = ()  # of the unrolled steps; the last one stands for all further ones
+    # share of the trained tokens that come from an on-policy log; 0: all of its rows, whatever that is
+    on_policy_share: float = 0.0
     packing: bool = False  # several documents in a line of max_length tokens
     states: StateSource = "target"  # whence states come that a family feeds on: run the target, or the log
     target_dtype: Dtype = "auto"  # of the target, where it runs
@@ -167,6 +169,8 @@ class DrafterRecipe:
             require(getattr(self, name) >= 0, name, "0 or positive", getattr(self, name))
         is_share = 0.0 <= self.reserved_fraction < 1.0
         require(is_share, "reserved_fraction", "in [0, 1)", self.reserved_fraction)
+        is_part = 0.0 <= self.on_policy_share < 1.0
+        require(is_part, "on_policy_share", "in [0, 1)", self.on_policy_share)
         require(0 <= self.seed < 2**63, "seed", "in [0, 2^63)", self.seed)
         self._check_family()
         for name in ("losses", "final_losses"):

@@ -175,3 +175,29 @@ class LogRecipe:
         if isinstance(self.prompts, str):
             return (PromptSource(kind="jsonl", path=self.prompts),) if self.prompts else ()
         return self.prompts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnPolicyRecipe:
+    """`foredraft on-policy`: a drafter's own mistakes along a log, scored by the target."""
+
+    log: str  # folder of the target log
+    drafter: str  # folder or Hub id
+    out: str  # folder of the log to be
+    length: int  # guesses of a chain: the wrong one and those behind it
+    mistakes_per_response: int
+    seed: int  # which mistakes are taken where there are more
+    reserved_fraction: float  # of the train prompts, kept for an outcome predictor: the drafter's own
+    device: str = "cpu"
+    rows: int = 64  # responses whose rounds run at once
+    threads: int = 0  # 0: torch's choice
+
+    def __post_init__(self) -> None:
+        require(1 <= self.length <= 32, "length", "in 1..32", self.length)
+        is_count = self.mistakes_per_response >= 1
+        require(is_count, "mistakes_per_response", "at least 1", self.mistakes_per_response)
+        require(0 <= self.seed < 2**64, "seed", "in [0, 2^64)", self.seed)
+        is_share = 0.0 <= self.reserved_fraction < 1.0
+        require(is_share, "reserved_fraction", "in [0, 1)", self.reserved_fraction)
+        require(2 <= self.rows <= 256, "rows", "in 2..256", self.rows)
+        require(self.threads >= 0, "threads", "0 (automatic) or positive", self.threads)

@@ -69,11 +69,11 @@ class LoggedStates:
         starts_BT = (batch.positions_BT == 0).cpu().numpy()
         for states_TS, line, is_start_T in zip(bits_BTS, lines, starts_BT, strict=True):
             for start, row in zip(np.flatnonzero(is_start_T), line, strict=False):
-                found_NS = self._read(row)[: len(states_TS) - start]
+                found_NS = self.bits_of(row)[: len(states_TS) - start]
                 states_TS[start : start + len(found_NS)] = found_NS
         return from_bits(bits_BTS, batch.ids_BT.device).float()
 
-    def _read(self, row: LogRow) -> np.ndarray:
+    def bits_of(self, row: LogRow) -> np.ndarray:
         """The wanted layers' states of a row, uint16 [P + T - 1, S]."""
         path = self.files[row.key]
         with safe_open(path, "numpy") as file:

@@ -2,7 +2,8 @@
 
     python -m foredraft.train.outcomes --config R.yaml
 
-No target is run: the log says what it answered. Several processes (accelerate launch) share the shards. An
+No target is run, the log says what it answered; only for a drafter that feeds on its states it runs, where
+the log does not hold them. Several processes (accelerate launch) share the shards. An
 interrupted run keeps its finished shards; a second run does what is missing or damaged.
 """
 
@@ -24,16 +25,19 @@ from foredraft.infer.drafters import Drafter, load_drafter
 from foredraft.infer.features import FEATURES
 from foredraft.infer.identity import check_tokenizer, sha256_of_json
 from foredraft.infer.outcome_records import OutcomeRecords
+from foredraft.infer.paged_model import load_causal_lm
 from foredraft.infer.params import EngineConfig
-from foredraft.train.chain_rounds import ChainRounds
+from foredraft.train.chain_rounds import ChainRounds, StatesOfRow
 from foredraft.train.continuous import num_pages_for
 from foredraft.train.log_rows import LogRow, read_rows
+from foredraft.train.logged_states import LoggedStates
 from foredraft.train.outcome_log import ROUND, OutcomeLog, OutcomeManifest
 from foredraft.train.progress import ProgressReport
 from foredraft.train.recipe import OutcomesRecipe
 from foredraft.train.replay import follow, path_records
 from foredraft.train.splits import part_of
 from foredraft.train.target_log import TargetLog
+from foredraft.train.target_runner import TargetRunner
 
 # settings that change no record; log and drafter are compared by hash
 FREE_KEYS = ("log", "drafter", "out", "rows", "threads", "device")
@@ -70,7 +74,7 @@ def replay(recipe: OutcomesRecipe, resolved: str) -> OutcomeLog:
     num_rows = sum(map(len, rows.values()))
     with ProgressReport("outcomes: responses", num_rows, is_enabled=state.is_main_process) as report:
         if own:
-            ShardWriter(recipe, outcomes, rows, report).write()
+            ShardWriter(recipe, outcomes, rows, report, states_of(recipe.device, log, card)).write()
         state.wait_for_everyone()
         if state.is_main_process:
             outcomes.gather()
@@ -104,6 +108,20 @@ def check_drafter_of(log: TargetLog, drafter: str) -> DrafterCard | None:
     return card
 
 
+def states_of(device: str, log: TargetLog, card: DrafterCard | None) -> StatesOfRow | None:
+    """The target's states of a row, for a drafter that feeds on them: from the log, else the target runs."""
+    if card is None or not card.states.layers:
+        return None
+    found = log.manifest.hidden_layers
+    if found is not None and set(card.states.layers) <= set(found):
+        return LoggedStates([log], card.states).bits_of
+    made_with = log.manifest.recipe
+    config = EngineConfig(dtype=made_with["dtype"], revision=made_with["revision"])
+    model = load_causal_lm(made_with["target"], config, device)
+    model.set_attn_implementation("sdpa")
+    return TargetRunner(model, card.states, torch.device(device)).bits_of
+
+
 def make_manifest(recipe: OutcomesRecipe, log: TargetLog, card: DrafterCard | None) -> OutcomeManifest:
     """The manifest of the records to be."""
     trained_with = card.training.get("recipe", {}) if card else {}
@@ -131,13 +149,17 @@ def wanted_rows(log: TargetLog, outcomes: OutcomeLog, index: int, recipe: Outcom
         part = part_of(row.request_id, row.split, outcomes.manifest.reserved_fraction)
         num_seen[row.request_id, row.temperature] += 1
         is_enough = num_seen[row.request_id, row.temperature] > (recipe.heldout_responses or math.inf)
-        if part in recipe.parts and not (part == "heldout" and is_enough):
+        if row.is_targets and part in recipe.parts and not (part == "heldout" and is_enough):
             wanted.append(row)
     return wanted
 
 
 class ShardWriter:
-    """Replays the rows of some shards: `rows` by index of their shard."""
+    """Replays the rows of some shards: `rows` by index of their shard.
+
+    What a drafter that feeds on states guesses depends on how far the last true state is: its records are
+    those of chain rounds alone, where others have one for every anchor and depth.
+    """
 
     def __init__(
         self,
@@ -145,8 +167,10 @@ class ShardWriter:
         outcomes: OutcomeLog,
         rows: dict[int, list[LogRow]],
         report: ProgressReport,
+        states: StatesOfRow | None,
     ) -> None:
         self.recipe, self.outcomes, self.rows, self.report = recipe, outcomes, rows, report
+        self.states = states
         self.drafter = self._load()
         self.num_rows = self.num_records = self.num_rounds = 0
 
@@ -158,7 +182,7 @@ class ShardWriter:
             dtype=recipe.dtype,
             draft_device=recipe.device,
             draft_rows=recipe.rows,
-            lanes=1,
+            lanes=1 if self.states is None else min(recipe.rows, recipe.k + 1),
             prefill_chunk=REPLAY_CHUNK,
             num_pages=num_pages_for([0], 1, longest + recipe.k + 1, recipe.rows, PAGE_SIZE),
             page_size=PAGE_SIZE,
@@ -169,26 +193,40 @@ class ShardWriter:
         """Write all records; a shard is written as soon as its last row is done."""
         rounds = self._rounds()
         for index, rows in self.rows.items():
-            parts = [*self._path_records(rows), *((ROUND, found) for found in rounds[index])]
+            parts = [*self._path_records(rows)] if self.states is None else []
+            for row, found in rounds[index]:
+                if self.states is not None:
+                    parts.append((self._part(row), found.select(found.is_labelled_N)))
+                if row.split == "heldout":
+                    parts.append((ROUND, found))
             self.outcomes.write_shard(index, parts)
 
     def _part(self, row: LogRow) -> str:
         return part_of(row.request_id, row.split, self.outcomes.manifest.reserved_fraction)
 
-    def _rounds(self) -> dict[int, list[OutcomeRecords]]:
-        """Chain rounds of held-out rows by shard; those of all shards together fill the drafter's bucket."""
-        pairs = [(index, row) for index, rows in self.rows.items() for row in rows if row.split == "heldout"]
+    def _rounds(self) -> dict[int, list[tuple[LogRow, OutcomeRecords]]]:
+        """Chain rounds of held-out rows (with states: of all) by shard.
+
+        Those of all shards together fill the drafter's bucket.
+        """
+        pairs = [
+            (index, row)
+            for index, rows in self.rows.items()
+            for row in rows
+            if row.split == "heldout" or self.states is not None
+        ]
         found: dict[tuple[str, int], OutcomeRecords] = {}
-        rounds = ChainRounds(self.drafter, k=self.recipe.k, fan_out=self.recipe.fan_out)
+        recipe = self.recipe
+        rounds = ChainRounds(self.drafter, k=recipe.k, fan_out=recipe.fan_out, states=self.states)
         for row, records in rounds.run(row for _, row in pairs):
             found[row.request_id, row.seed] = records
             self.num_rounds += len(records) // (self.recipe.k + 1)
             self.report.update(self.num_rows, f"{self.num_rounds} chain rounds")
         # the log's order: which rows end first depends on the rows of other shards
-        by_shard: dict[int, list[OutcomeRecords]] = {index: [] for index in self.rows}
+        by_shard: dict[int, list[tuple[LogRow, OutcomeRecords]]] = {index: [] for index in self.rows}
         for index, row in pairs:
             if (row.request_id, row.seed) in found:
-                by_shard[index].append(found[row.request_id, row.seed])
+                by_shard[index].append((row, found[row.request_id, row.seed]))
         return by_shard
 
     def _path_records(self, rows: list[LogRow]) -> Iterator[tuple[str, OutcomeRecords]]:

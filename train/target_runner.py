@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.infer.drafter_card import StateNeeds
 from foredraft.infer.state_tap import StateTap
+from foredraft.infer.target_states import to_bits
 from foredraft.train.batches import Batch, collate
 from foredraft.train.drafter_init import load_model
 from foredraft.train.drafter_recipe import DrafterRecipe
@@ -28,10 +31,21 @@ class States(Protocol):
 
 
 class TargetRunner:
-    """Runs the target over batches, without gradients and without its head."""
+    """Runs the target over batches, without gradients and without its head.
 
-    def __init__(self, recipe: DrafterRecipe, needs: StateNeeds, device: torch.device) -> None:
-        self.model = load_model(recipe.target, recipe.revision, recipe, recipe.target_dtype)
+    Args:
+        model: the target with transformers' own attention.
+        needs: which of its states.
+        device: where it runs.
+    """
+
+    @classmethod
+    def of_recipe(cls, recipe: DrafterRecipe, needs: StateNeeds, device: torch.device) -> Self:
+        """The target of a drafter's recipe."""
+        return cls(load_model(recipe.target, recipe.revision, recipe, recipe.target_dtype), needs, device)
+
+    def __init__(self, model: PreTrainedModel, needs: StateNeeds, device: torch.device) -> None:
+        self.model = model
         self.model.requires_grad_(False).eval().to(device)
         self.tap = StateTap(self.model, needs.layers)
 
@@ -51,3 +65,10 @@ class TargetRunner:
         """States after every token [B, T, S]."""
         self.model.base_model(input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False)
         return self.tap.take()
+
+    @torch.no_grad()
+    def bits_of(self, row: LogRow) -> np.ndarray:
+        """States after every token of a row but the last, bfloat16 bits [L, S]."""
+        ids = np.concatenate([row.prompt_ids, row.response_ids[:-1]]).astype(np.int64)
+        self.model.base_model(input_ids=torch.from_numpy(ids)[None].to(self.model.device), use_cache=False)
+        return to_bits(self.tap.take()[0])
