@@ -111,7 +111,8 @@ class ServerDecoder:
         logprobs_TK = np.full((length, width), LOWEST, np.float16)
         for place, top in enumerate(logprobs.get("top_logprobs") or [{}] * length):
             named = [(_token_id(name), value) for name, value in (top or {}).items()]
-            pairs = sorted(named, key=lambda pair: -pair[1])
+            known = [(token, value) for token, value in named if token is not None]
+            pairs = sorted(known, key=lambda pair: -pair[1])
             used = {token for token, _ in pairs[:width]}
             unused = (token for token in range(width + len(used)) if token not in used)
             filled = [*pairs[:width], *((token, LOWEST) for token in unused)][:width]

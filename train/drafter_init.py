@@ -98,9 +98,8 @@ def config_of(recipe: DrafterRecipe) -> PretrainedConfig:
 
 def vocab_size_of(recipe: DrafterRecipe) -> int:
     """Tokens that the untrained network's head knows."""
-    init = recipe.init
-    is_other = init is not None and init.model is not None
-    config = AutoConfig.from_pretrained(init.model) if is_other else config_of(recipe)
+    other = recipe.init.model if recipe.init is not None else None
+    config = config_of(recipe) if other is None else AutoConfig.from_pretrained(other)
     return config.get_text_config().vocab_size
 
 

@@ -138,8 +138,12 @@ def _message(message: Any) -> dict[str, str] | None:
     role = ROLES.get(str(message.get("role", message.get("from"))))
     content = message.get("content", message.get("value"))
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-        content = "".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
+        texts = [
+            part["text"]
+            for part in content
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        ]
+        content = "".join(texts) if len(texts) == len(content) > 0 else None
     return {"role": role, "content": content} if role and isinstance(content, str) else None
 
 
