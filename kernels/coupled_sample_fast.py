@@ -20,7 +20,8 @@ from foredraft.kernels.penalties import penalise
 from foredraft.kernels.philox_ref import COUPLED_ROLE, gumbel_of
 
 BLOCK = 32
-TOP_WIDTH = 256  # most nuclei fit; the rows of others are done again over the whole vocabulary
+TOP_WIDTHS = (48, 256)  # most nuclei fit in the first; a row that no width holds takes the whole vocabulary
+ROWS_AT_ONCE = 8  # of the vocabulary's size: their buffer stays in a core's cache
 
 
 class Top(NamedTuple):
@@ -63,40 +64,62 @@ def _choose(logits_NC: torch.Tensor, draws: Sequence[Draw], token_ids_C: torch.T
     filters = draws[0].filters
     if filters.temperature == 0.0 or not (filters.top_k or filters.top_p < 1.0 or filters.min_p):
         return scores_of_group(logits_NC, draws, token_ids_C).argmax(-1)
-    top = top_columns(logits_NC, TOP_WIDTH)
-    num_kept_N = _num_kept(top.logits_NW, logits_NC, filters).tolist()
     columns_N = torch.empty(len(draws), dtype=torch.int64)
-    others = []
-    for row, num_kept in enumerate(num_kept_N):
-        # columns as probable as the last top one may follow it
-        if num_kept >= min(TOP_WIDTH, logits_NC.shape[1]):
-            others.append(row)
-            continue
-        columns_K = top.columns_NW[row, :num_kept]
-        tokens_K = columns_K if token_ids_C is None else token_ids_C[columns_K]
-        noise_K = gumbel_of(draws[row], COUPLED_ROLE, tokens_K.numpy())
-        scores_K = torch.add(top.logits_NW[row, :num_kept], noise_K, alpha=filters.temperature)
-        # equal scores go to the lowest column
-        columns_N[row] = columns_K[scores_K == scores_K.max()].min()
-    if others:
-        scores_NC = scores_of_group(logits_NC[others], [draws[row] for row in others], token_ids_C)
-        columns_N[others] = scores_NC.argmax(-1)
+    log_mass_N = None if filters.top_k or filters.top_p == 1.0 else log_mass(logits_NC, filters.temperature)
+    left = list(range(len(draws)))
+    for width in TOP_WIDTHS:
+        if left:
+            part_NC = logits_NC if len(left) == len(draws) else logits_NC[left]
+            top = top_columns(part_NC, width)
+            mass_N = None if log_mass_N is None else log_mass_N[left]
+            num_kept_N = _num_kept(top.logits_NW, mass_N, filters).tolist()
+            # columns as probable as the last top one may follow it
+            places = [place for place, kept in enumerate(num_kept_N) if kept < min(width, logits_NC.shape[1])]
+            for place in places:
+                kept = slice(num_kept_N[place])
+                logits_K, columns_K = top.logits_NW[place, kept], top.columns_NW[place, kept]
+                columns_N[left[place]] = _choose_of(logits_K, columns_K, draws[left[place]], token_ids_C)
+            done = set(places)
+            left = [row for place, row in enumerate(left) if place not in done]
+    if left:
+        scores_NC = scores_of_group(logits_NC[left], [draws[row] for row in left], token_ids_C)
+        columns_N[left] = scores_NC.argmax(-1)
     return columns_N
 
 
-def _num_kept(top_NW: torch.Tensor, logits_NC: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Number of top columns that the filters keep, int64 [N]; W where more may be kept."""
+def _choose_of(
+    logits_K: torch.Tensor, columns_K: torch.Tensor, draw: Draw, token_ids_C: torch.Tensor | None
+) -> torch.Tensor:
+    """The chosen one of a row's kept columns."""
+    tokens_K = columns_K if token_ids_C is None else token_ids_C[columns_K]
+    noise_K = gumbel_of(draw, COUPLED_ROLE, tokens_K.numpy())
+    scores_K = torch.add(logits_K, noise_K, alpha=draw.filters.temperature)
+    # equal scores go to the lowest column
+    return columns_K[scores_K == scores_K.max()].min()
+
+
+def log_mass(logits_NC: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logsumexp(z / T) of every row, float32 [N]."""
+    if temperature == 1.0:
+        return logits_NC.logsumexp(-1)
+    return torch.cat([(part / temperature).logsumexp(-1) for part in logits_NC.split(ROWS_AT_ONCE)])
+
+
+def _num_kept(top_NW: torch.Tensor, log_mass_N: torch.Tensor | None, filters: Filters) -> torch.Tensor:
+    """Number of top columns that the filters keep, int64 [N]; W where more may be kept.
+
+    The mass is of the tempered rows; None where no nucleus is asked for, or that of the top k is.
+    """
     width = top_NW.shape[1]
     kept_NW = torch.ones_like(top_NW, dtype=torch.bool)
-    total_NC = logits_NC
     if filters.top_k:
         if filters.top_k >= width:
             return kept_NW.sum(-1)
         kept_NW &= top_NW >= top_NW[:, filters.top_k - 1 : filters.top_k]
-        total_NC = top_NW.masked_fill(~kept_NW, -torch.inf)
+        log_mass_N = log_mass(top_NW.masked_fill(~kept_NW, -torch.inf), filters.temperature)
     if filters.top_p < 1.0:
-        log_mass_N1 = torch.logsumexp(total_NC / filters.temperature, -1, keepdim=True)
-        mass_NW = (top_NW / filters.temperature - log_mass_N1).exp().cumsum(-1)
+        assert log_mass_N is not None
+        mass_NW = (top_NW / filters.temperature - log_mass_N[:, None]).exp().cumsum(-1)
         num_N1 = 1 + (mass_NW[:, :-1] < filters.top_p).sum(-1, keepdim=True)
         kept_NW &= top_NW >= top_NW.gather(-1, num_N1 - 1)
     if filters.min_p:
