@@ -28,7 +28,9 @@ from foredraft.train.drafter_recipe import (
     MLPRecipe,
     NgramRecipe,
 )
+from foredraft.train.export import export
 from foredraft.train.log_rows import LogRow
+from foredraft.train.recipe import ExportRecipe
 from foredraft.train.target_log import TargetLog
 from foredraft.train.target_runner import TargetRunner
 
@@ -250,6 +252,32 @@ def assert_simulated(recipe: DrafterRecipe, row: LogRow, stats: Any) -> None:
     report = follow_row(network.eval(), row, 1024, states)
     expected = chain_rounds(report.ranks_ST == 0, K)
     assert (stats.rounds, stats.rounds_ngram) == (len(expected), 0)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_an_export_decodes_as_the_drafter(
+    name: str, make_recipe: Callable[..., DrafterRecipe], rows: list[LogRow], tmp_path: Path
+) -> None:
+    recipe = make_recipe(name, epochs=2.0, gate_prompts=0)
+    trained(recipe)
+    out = tmp_path / "export"
+    names = {"name": "me/drafter", "base_model": "me/target", "license": "mit", "language": ()}
+    export(ExportRecipe(drafter=recipe.out, out=str(out), **names), "resolved")
+    card = (out / "drafter" / "README.md").read_text()
+    assert "{" not in card.replace("{'", "")
+    assert f"family `{recipe.family}`" in card
+    assert ("AutoModelForCausalLM" in card, "library_name: transformers" in card) == (
+        recipe.init is not None,
+    ) * 2
+    assert ("## Acceptance" in card) == (name != "ngram")
+    sampling = replace(sampling_of(rows[0]), max_new_tokens=16)
+    config = EngineConfig(dtype="float32", speculation=SpeculationParams(k=K, block="chain", on_miss="plain"))
+    rounds = []
+    for folder in (recipe.out, f"{out}/drafter"):
+        with Engine.from_pretrained(recipe.target, folder, mode="sync", config=config) as engine:
+            [completion] = engine.generate([rows[0].prompt_ids.tolist()], sampling)
+            rounds.append((completion.token_ids, completion.request_stats.rounds))
+    assert rounds[0] == rounds[1]
 
 
 @pytest.mark.parametrize("name", ["mlp", "eagle3"])

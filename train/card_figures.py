@@ -63,7 +63,13 @@ def describe_drafter(folder: Path) -> Figures:
         raise ValueError(f"drafter {folder} is incomplete: no {', '.join(missing)}; train it again")
     content = json.loads((folder / CARD_FILE).read_text())
     sha256 = identify_target(str(folder)).weights_sha256
-    return {**content, "weights_sha256": sha256, "num_parameters": num_parameters(folder)}
+    return {
+        **content,
+        "weights_sha256": sha256,
+        "num_parameters": num_parameters(folder),
+        "library": "transformers" if card.family == "lm" else "foredraft",  # that loads it
+        "state_bytes": card.states.num_bytes,
+    }
 
 
 def num_parameters(folder: Path) -> int:

@@ -3,7 +3,7 @@
     {drafter.training.tokens:,}       a figure by its dotted path, with Python's format of a number
     {bench.drafter?}                  may be null, which prints as a dash; a key that is absent is an error
     {drafter.measured.heldout.*.k}    the line is repeated for every member; {*} is the member's name
-    <!-- if bench -->, <!-- end -->   lines that are left out where there is no such thing
+    <!-- if bench -->, <!-- end -->   lines that are left out where there is no such thing; `if not` turns it
 
 A figure that a card needs and nobody has measured stops the filling: a card never has gaps or guesses.
 """
@@ -20,7 +20,7 @@ from typing import Any
 # a namespace package has no `importlib.resources` when it is installed editable
 TEMPLATES = Path(__file__).parent.parent / "model_cards"
 PLACEHOLDER = re.compile(r"\{(?P<path>\*+|[a-z]\w*(?:\.[\w*-]+)+)(?P<null>\?)?(?::(?P<format>[^{}]*))?\}")
-IF, END = re.compile(r"<!-- if (?P<path>[\w.]+) -->"), "<!-- end -->"
+IF, END = re.compile(r"<!-- if (?P<negation>not )?(?P<path>[\w.]+) -->"), "<!-- end -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Filling:
         conditions: list[bool] = []
         for line in template.splitlines():
             if match := IF.fullmatch(line.strip()):
-                conditions.append(self.has(match["path"]))
+                conditions.append(self.has(match["path"]) != bool(match["negation"]))
             elif line.strip() == END:
                 conditions.pop()
             elif all(conditions):
