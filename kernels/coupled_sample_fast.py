@@ -14,13 +14,16 @@ from typing import NamedTuple
 
 import torch
 
-from foredraft.kernels.coupled_sample_ref import check_rows, rows_by_filters, scores_of_group
+from foredraft.kernels.coupled_sample_ref import check_rows, perturbed_row, rows_by_filters, scores_of_group
 from foredraft.kernels.draws import Draw, Filters
 from foredraft.kernels.penalties import penalise
 from foredraft.kernels.philox_ref import COUPLED_ROLE, gumbel_of
 
 BLOCK = 32
 TOP_WIDTHS = (48, 256)  # most nuclei fit in the first; a row that no width holds takes the whole vocabulary
+BEST_SCORES = (
+    16  # of a wide nucleus: that all of these lie outside is rare, and done as the reference does it
+)
 ROWS_AT_ONCE = 8  # of the vocabulary's size: their buffer stays in a core's cache
 
 
@@ -81,10 +84,30 @@ def _choose(logits_NC: torch.Tensor, draws: Sequence[Draw], token_ids_C: torch.T
                 columns_N[left[place]] = _choose_of(logits_K, columns_K, draws[left[place]], token_ids_C)
             done = set(places)
             left = [row for place, row in enumerate(left) if place not in done]
-    if left:
-        scores_NC = scores_of_group(logits_NC[left], [draws[row] for row in left], token_ids_C)
-        columns_N[left] = scores_NC.argmax(-1)
+    for row in left:
+        mass = None if log_mass_N is None else log_mass_N[row]
+        columns_N[row] = _choose_wide(logits_NC[row], draws[row], mass, token_ids_C)
     return columns_N
+
+
+def _choose_wide(
+    logits_C: torch.Tensor, draw: Draw, log_mass: torch.Tensor | None, token_ids_C: torch.Tensor | None
+) -> torch.Tensor:
+    """The chosen column of a row whose kept ones are many.
+
+    Without sorting the vocabulary: the best scores of all columns are looked at one after another, and the
+    first one that lies in the nucleus is the best one of the nucleus.
+    """
+    filters = draw.filters
+    if log_mass is not None and not filters.min_p:
+        best_W = perturbed_row(logits_C, draw, token_ids_C).topk(min(BEST_SCORES, len(logits_C)))
+        probs_C = (logits_C / filters.temperature - log_mass).exp_()
+        # equal scores go to the lowest column, which topk does not promise
+        if best_W.values.unique().numel() == best_W.values.numel():
+            for column in best_W.indices:
+                if (probs_C * (logits_C > logits_C[column])).sum() < filters.top_p:
+                    return column
+    return scores_of_group(logits_C[None], [draw], token_ids_C).argmax()
 
 
 def _choose_of(

@@ -69,12 +69,20 @@ def scores_of_group(
     filters = draws[0].filters
     if filters.temperature == 0.0:
         return logits_NC
-    noise_NC = torch.stack([_noise_row(draw, logits_NC.shape[1], token_ids_C) for draw in draws])
-    scores_NC = torch.add(logits_NC, noise_NC.to(logits_NC.device), alpha=filters.temperature)
+    rows = [
+        perturbed_row(logits_C, draw, token_ids_C) for logits_C, draw in zip(logits_NC, draws, strict=True)
+    ]
+    scores_NC = torch.stack(rows)
     threshold_N = keep_threshold(logits_NC, filters)
     if threshold_N is not None:
         scores_NC.masked_fill_(logits_NC < threshold_N[:, None], -torch.inf)
     return scores_NC
+
+
+def perturbed_row(logits_C: torch.Tensor, draw: Draw, token_ids_C: torch.Tensor | None) -> torch.Tensor:
+    """Scores of a penalised row before any filter, float32 [C]; the temperature is positive."""
+    noise_C = _noise_row(draw, len(logits_C), token_ids_C).to(logits_C.device)
+    return torch.add(logits_C, noise_C, alpha=draw.filters.temperature)
 
 
 def rows_by_filters(draws: Sequence[Draw]) -> list[list[int]]:

@@ -160,12 +160,12 @@ def test_a_reduced_head_sees_the_noise_of_its_target_ids(name: str, coupled_samp
 def test_the_fast_choice_equals_the_reference(names: list[str]) -> None:
     vocab_size = 20001
     generator = torch.Generator().manual_seed(1)
-    logits_RV = 3.0 * torch.randn(2 * len(names), vocab_size, generator=generator)
+    logits_RV = 3.0 * torch.randn(16 * len(names), vocab_size, generator=generator)
     # rows peaked like a language model's, and flat ones whose nucleus is wide
-    logits_RV[::2, :30] += 12.0
+    logits_RV[: 8 * len(names), :30] += 12.0
     draws = [
         Draw(SamplingParams(**FILTERS[name]), 2**63 + row, 7 + row, prompt=(1, 5), output=(row,))
-        for row, name in enumerate(2 * names)
+        for row, name in enumerate(16 * names)
     ]
     chosen_R = coupled_sample_fast.coupled_sample(logits_RV, draws)
     assert torch.equal(chosen_R, coupled_sample_ref.coupled_sample(logits_RV, draws))
