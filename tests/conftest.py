@@ -24,13 +24,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -283,6 +284,23 @@ def argv_of(undisturbed: Path, tiny_target: Path) -> Callable[..., list[str]]:
     for stage in settings:
         assert main(argv(stage, undisturbed / stage)) == 0
     return argv
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path) -> Callable[[Any], Path]:
+    """`write_recipe(recipe)`: its YAML file, beside the recipe's `out`."""
+
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_nulls(member) for key, member in value.items() if member is not None}
+        return list(value) if isinstance(value, tuple) else value
+
+    def write(recipe: Any) -> Path:
+        path = tmp_path / f"{Path(recipe.out).name}.yaml"
+        path.write_text(yaml.safe_dump(without_nulls(asdict(recipe))))
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from foredraft.infer.drafters import load_drafter
 from foredraft.infer.params import EngineConfig
 from foredraft.train.drafter import train_drafter
 from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe
-from foredraft.train.log_recipe import LogRecipe
+from foredraft.train.log_recipe import LogRecipe, SynthesisRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.recipe import ExportRecipe, OutcomesRecipe, PredictorRecipe
 from foredraft.train.target_log import TargetLog
@@ -32,6 +31,7 @@ from foredraft.train.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = {
+    "synthesise": SynthesisRecipe,
     "log": LogRecipe,
     "drafter": DrafterRecipe,
     "outcomes": OutcomesRecipe,
@@ -230,11 +230,7 @@ def test_other_losses_train_head_and_embeddings(
     assert card.measured["heldout"]["0"]["top8"] > 0.2
 
 
-def launch(recipe: DrafterRecipe, folder: Path, num_processes: int) -> subprocess.CompletedProcess[str]:
-    path = folder / f"recipe-{num_processes}.yaml"
-    settings = asdict(recipe)
-    settings["init"] = {name: value for name, value in settings["init"].items() if value}
-    path.write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
+def launch(path: Path, num_processes: int) -> subprocess.CompletedProcess[str]:
     flags = ["--multi_gpu", "--num_processes", "2"] if num_processes == 2 else ["--num_processes", "1"]
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     command = [*accelerate, "-m", "foredraft.train.drafter", "--config", str(path)]
@@ -242,13 +238,15 @@ def launch(recipe: DrafterRecipe, folder: Path, num_processes: int) -> subproces
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_two_processes_train_like_two_accumulated_batches(recipe: DrafterRecipe, tmp_path: Path) -> None:
+def test_two_processes_train_like_two_accumulated_batches(
+    recipe: DrafterRecipe, tmp_path: Path, write_recipe: Callable[[DrafterRecipe], Path]
+) -> None:
     # with a trained head: the loss takes its weight, out of sight of the wrapper of several processes
     recipe = replace(recipe, freeze_embeddings=False, save_every=2)
     one = replace(recipe, out=str(tmp_path / "one"), accumulation=2)
     two = replace(recipe, out=str(tmp_path / "two"), accumulation=1)
     for num_processes, wanted in ((1, one), (2, two)):
-        result = launch(wanted, tmp_path, num_processes)
+        result = launch(write_recipe(wanted), num_processes)
         assert result.returncode == 0, result.stderr
         card = read_drafter_card(wanted.out)
         assert card is not None
@@ -315,10 +313,14 @@ def test_wandb_offline(recipe: DrafterRecipe, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / "recipes").glob("*_*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted((REPOSITORY / "recipes").rglob("*.yaml")),
+    ids=lambda path: str(path.relative_to(REPOSITORY / "recipes").with_suffix("")),
 )
 def test_every_recipe_loads(path: Path) -> None:
-    cls = RECIPES[path.stem.rpartition("_")[2]]
+    # demo_log.yaml, and in the folder of a target log.yaml, drafter_mlp.yaml
+    kind = path.stem.rpartition("_")[2]
+    cls = RECIPES[kind if kind in RECIPES else path.stem.partition("_")[0]]
     instance, resolved = read_config(cls, ["--config", str(path)], "recipe")
     assert isinstance(instance, cls)
     assert yaml.safe_load(resolved).keys() == set(cls.__slots__)

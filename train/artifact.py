@@ -48,16 +48,20 @@ class Artifact:
     manifest: LogManifest
     fingerprint: str
 
-    def write_trained(self, trainer: Trainer) -> None:
+    def write_trained(self, trainer: Trainer, network: DraftNetwork) -> None:
         """Write a trained network to the recipe's `out`, once the engine has confirmed its figures.
 
         A head keeps its full width where the family has one: rows outside the draft vocabulary are those that
         it was initialised with.
 
+        Args:
+            trainer: at its end.
+            network: its `whole_module`.
+
         Raises:
             ValueError: the gate's; nothing is written then, and the checkpoint stays.
         """
-        recipe, state, network = self.recipe, trainer.state, trainer.module
+        recipe, state = self.recipe, trainer.state
         if recipe.init is not None and recipe.init.lora is not None:
             merge_lora(network)
         dtype = saved_dtype(recipe.target, recipe.revision)

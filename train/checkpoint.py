@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from foredraft.infer.atomic import atomic_folder
+from foredraft.train.sharding import sharded_like, whole
 
 PREFIX = "checkpoint-"
 
@@ -46,11 +47,12 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint atomically, then delete older ones. All processes call it, the first one writes."""
     rng = _gather_rng(accelerator)
+    weights, moments = _trained_parameters(module), _flatten_optimizer(module, optimizer)
     if accelerator.is_main_process:
         path = folder / f"{PREFIX}{state.step:06d}"
         with atomic_folder(path) as temporary:
-            save_file(_trained_parameters(module), temporary / "weights.safetensors")
-            save_file(_flatten_optimizer(module, optimizer), temporary / "optimizer.safetensors")
+            save_file(weights, temporary / "weights.safetensors")
+            save_file(moments, temporary / "optimizer.safetensors")
             save_file(rng, temporary / "rng.safetensors")
             (temporary / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
         for older in folder.glob(f"{PREFIX}*"):
@@ -89,23 +91,23 @@ def load_checkpoint(
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, value in load_file(path / "weights.safetensors").items():
-            parameters[name].copy_(value)
+            parameters[name].copy_(sharded_like(parameters[name], value))
     _restore_optimizer(module, optimizer, load_file(path / "optimizer.safetensors"))
     _restore_rng(load_file(path / "rng.safetensors"), accelerator)
     return state
 
 
 def _trained_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters that training changes, by name, on the CPU."""
+    """Parameters that training changes, by name, whole, on the CPU."""
     named = module.named_parameters()
-    return {name: value.detach().cpu().contiguous() for name, value in named if value.requires_grad}
+    return {name: whole(value.detach()).cpu().contiguous() for name, value in named if value.requires_grad}
 
 
 def _flatten_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """State tensors of every parameter as `<parameter>.<state>`."""
     names = {id(value): name for name, value in module.named_parameters()}
     return {
-        f"{names[id(value)]}.{key}": torch.as_tensor(tensor).cpu().contiguous()
+        f"{names[id(value)]}.{key}": whole(torch.as_tensor(tensor)).cpu().contiguous()
         for value, entries in optimizer.state.items()
         for key, tensor in entries.items()
     }
@@ -119,7 +121,7 @@ def _restore_optimizer(
     for full_name, tensor in flat.items():
         name, _, key = full_name.rpartition(".")
         # the step count stays where AdamW keeps it
-        value = tensor if key == "step" else tensor.to(parameters[name].device)
+        value = tensor if key == "step" else sharded_like(parameters[name], tensor)
         optimizer.state.setdefault(parameters[name], {})[key] = value
 
 

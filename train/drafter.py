@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, is_tensorboard_available
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.infer.config import read_config, run_command
@@ -95,16 +95,23 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
     trainer = Trainer(recipe, network, data, work, fingerprint, accelerator)
     trainer.run(stop_at)
     if trainer.state.step == trainer.num_steps:
+        network = trainer.whole_module()
         if accelerator.is_main_process:
-            artifact.write_trained(trainer)
+            artifact.write_trained(trainer, network)
             shutil.rmtree(work)
         accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 def start_accelerator(recipe: DrafterRecipe) -> Accelerator:
-    """Accelerator with the recipe's precision and trackers."""
+    """Accelerator with the recipe's precision and trackers.
+
+    Raises:
+        ValueError: a tracker that is not installed, or a kind of parallelism that the trainer cannot do.
+    """
     trackers = ["wandb"] * (recipe.wandb != "off") + ["tensorboard"] * recipe.tensorboard
+    if recipe.tensorboard and not is_tensorboard_available():
+        raise ValueError("tensorboard is true, but that package is not installed: `pip install tensorboard`")
     accelerator = Accelerator(
         mixed_precision="bf16" if recipe.precision == "bfloat16" else "no",
         log_with=trackers or None,
@@ -112,6 +119,12 @@ def start_accelerator(recipe: DrafterRecipe) -> Accelerator:
         # buffers are constants, equal in all processes
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
+    kind, is_known = accelerator.distributed_type, accelerator.is_fsdp2
+    if kind == DistributedType.DEEPSPEED or (kind == DistributedType.FSDP and not is_known):
+        raise ValueError(
+            f"accelerate is configured for {kind.value.lower()}; drafters train with plain data parallelism or "
+            "sharded by FSDP of version 2: run `accelerate config` and choose FSDP with fsdp_version 2"
+        )
     if trackers:
         options = {"wandb": {"mode": recipe.wandb, "name": Path(recipe.out).name}}
         shown = {

@@ -22,9 +22,11 @@ from foredraft.kernels.distill_loss_ref import LOSSES
 from foredraft.train.acceptance import measure_acceptance, teacher_of
 from foredraft.train.batches import BatchPlan, Line, collate, input_length, trained_length
 from foredraft.train.checkpoint import LoopState, load_checkpoint, save_checkpoint
+from foredraft.train.drafter_init import build_network
 from foredraft.train.drafter_recipe import DrafterRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.progress import ProgressReport
+from foredraft.train.sharding import is_sharded, whole
 from foredraft.train.target_runner import States
 
 ADAM_BETAS = (0.9, 0.95)
@@ -190,7 +192,7 @@ class Trainer:
                 accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
         trained = [value for group in self.optimizer.param_groups for value in group["params"]]
-        norm = accelerator.clip_grad_norm_(trained, recipe.clip_norm)
+        norm = whole(accelerator.clip_grad_norm_(trained, recipe.clip_norm))
         # the norm is that of all processes' gradients, so all come to the same decision
         if torch.isfinite(norm):
             for group in self.optimizer.param_groups:
@@ -236,13 +238,13 @@ class Trainer:
 
     def report(self, report: ProgressReport) -> None:
         """Measure held-out acceptance, once a step; it goes into the curve."""
-        state = self.state
+        state, module = self.state, self.whole_module()
         is_measured = bool(state.curve) and state.curve[-1]["step"] == state.step
         if self.accelerator.is_main_process and self.data.heldout and not is_measured:
             recipe = self.recipe
             data = self.data
             found = measure_acceptance(
-                self.module, data.heldout, k=recipe.k, max_length=recipe.max_length, states=data.states
+                module, data.heldout, k=recipe.k, max_length=recipe.max_length, states=data.states
             )
             state.curve.append({"step": state.step, "tokens": state.tokens, "heldout": found})
             for temperature, values in found.items():
@@ -253,6 +255,20 @@ class Trainer:
                 )
                 self.track(flat_metrics(f"heldout/T{temperature}", values))
         self.accelerator.wait_for_everyone()
+
+    def whole_module(self) -> DraftNetwork:
+        """The network with all its parameters, in the first process; a copy where training shards them."""
+        if not is_sharded(self.module):
+            return self.module
+        parameters = {name: whole(value.detach()) for name, value in self.module.named_parameters()}
+        if not self.accelerator.is_main_process:
+            return self.module
+        d2t_D = self.module.d2t_D
+        copy = build_network(self.recipe, None if d2t_D is None else d2t_D.cpu())
+        with torch.no_grad():
+            for name, value in copy.named_parameters():
+                value.copy_(parameters[name])
+        return copy.to(self.accelerator.device)
 
     def log(self, report: ProgressReport, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Progress line and tracker entry; the only place of the loop that waits for the device."""

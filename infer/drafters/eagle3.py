@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import (
 
 from foredraft.infer.drafter_card import DrafterCard, StateNeeds
 from foredraft.infer.drafters import Step
-from foredraft.infer.drafters.network import DraftNetwork, Sequences
+from foredraft.infer.drafters.network import DraftNetwork, Sequences, gathered
 from foredraft.infer.drafters.paged import PagedDrafter, read_draft_vocab
 from foredraft.infer.kv_storage import LayerShape
 from foredraft.infer.paged_steps import PagedSteps
@@ -170,7 +170,7 @@ class Eagle3Network(DraftNetwork):
 
     def head(self, dtype: torch.dtype | None = None) -> Head:
         """The trained head."""
-        return Head(self.lm_head.weight.to(dtype or self.head_dtype))
+        return Head(gathered(self.lm_head.weight).to(dtype or self.head_dtype))
 
     def step(
         self, tokens_R: torch.Tensor, positions_R: torch.Tensor, states_RH: torch.Tensor, paged: PagedLayer

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from foredraft.infer.drafter_card import DrafterCard, StateNeeds
 from foredraft.infer.drafters import Step
-from foredraft.infer.drafters.network import DraftNetwork, Sequences
+from foredraft.infer.drafters.network import DraftNetwork, Sequences, gathered
 from foredraft.infer.drafters.paged import PagedDrafter, read_draft_vocab
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import EngineConfig
@@ -68,6 +68,7 @@ class LMNetwork(DraftNetwork):
     ) -> None:
         super().__init__(d2t_D, head_dtype)
         self.model = model
+        self._no_split_modules = model._no_split_modules  # what accelerate's FSDP shards layer by layer
         head = model.get_output_embeddings()
         if freeze_embeddings:
             model.get_input_embeddings().requires_grad_(False)
@@ -92,7 +93,8 @@ class LMNetwork(DraftNetwork):
         """The head's rows of the draft vocabulary in a type (None: `head_dtype`), and what follows them."""
         dtype = dtype or self.head_dtype
         head, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
-        weight_DH, bias_D = head.weight, getattr(head, "bias", None)
+        weight_DH = gathered(head.weight)
+        bias_D = None if getattr(head, "bias", None) is None else gathered(head.bias)
         if self.d2t_D is not None:
             weight_DH = weight_DH[self.d2t_D] if self.frozen_head_DH is None else self.frozen_head_DH
             bias_D = None if bias_D is None else bias_D[self.d2t_D]

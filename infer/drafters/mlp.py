@@ -25,7 +25,7 @@ from torch import nn
 
 from foredraft.infer.drafter_card import DrafterCard, StateNeeds
 from foredraft.infer.drafters import Step
-from foredraft.infer.drafters.network import DraftNetwork, Sequences
+from foredraft.infer.drafters.network import DraftNetwork, Sequences, gathered
 from foredraft.infer.drafters.paged import PagedDrafter, read_draft_vocab
 from foredraft.infer.paged_steps import PagedSteps
 from foredraft.infer.params import EngineConfig
@@ -101,7 +101,7 @@ class MLPNetwork(DraftNetwork):
 
     def head(self, dtype: torch.dtype | None = None) -> Head:
         """The target's rows of the draft vocabulary."""
-        return Head(self.lm_head.weight.to(dtype or self.head_dtype))
+        return Head(gathered(self.lm_head.weight).to(dtype or self.head_dtype))
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors."""

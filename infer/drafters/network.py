@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from foredraft.infer.drafter_card import StateNeeds
 from foredraft.kernels.distill_loss_ref import Head
@@ -91,3 +92,12 @@ class DraftNetwork(nn.Module, ABC):
     def forward(self, sequences: Sequences, num_steps: int) -> list[torch.Tensor]:
         """`unroll` as a list: what wrappers of data-parallel training call."""
         return list(self.unroll(sequences, num_steps))
+
+
+def gathered(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter outside its module's forward: whole where training shards it, with a mean of gradients."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh = parameter.device_mesh
+    whole = parameter.redistribute(mesh, [Replicate()] * mesh.ndim)
+    return whole.to_local(grad_placements=[Partial("avg")] * mesh.ndim)
