@@ -38,6 +38,7 @@ OWN_FLAGS = ("config", "print_config", "help")
 EXTRAS = {
     "pyarrow": "train", "accelerate": "train", "datasets": "train", "peft": "train", "wandb": "train",
     "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve", "gguf": "gguf",
+    "httpx": "train", "matplotlib": "plots",
 }  # fmt: skip
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 

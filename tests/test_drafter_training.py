@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foredraft.infer.config import read_config
 from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.drafters import load_drafter
+from foredraft.infer.identity import identify_target
 from foredraft.infer.params import EngineConfig
 from foredraft.train.drafter import train_drafter
-from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe
+from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe, LoraRecipe
 from foredraft.train.log_recipe import LogRecipe, SynthesisRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.recipe import ExportRecipe, OutcomesRecipe, PredictorRecipe
@@ -304,6 +305,57 @@ def test_log_of_another_target_is_refused(recipe: DrafterRecipe, make_tiny_model
     other = make_tiny_model("other", seed=9)
     with pytest.raises(ValueError, match=r"is of target tiny-target .*, the recipe's target is other"):
         train_drafter(replace(recipe, target=str(other)), "x")
+
+
+def test_logs_of_two_targets_are_not_mixed(
+    recipe: DrafterRecipe, make_tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    log = TargetLog.open(recipe.log)
+    other = identify_target(str(make_tiny_model("another", seed=9)))
+    stranger = TargetLog.start(
+        tmp_path / "stranger", replace(log.manifest, target=other, num_shards=1, shards=[])
+    )
+    stranger.write_shard(0, list(log.rows())[:4])
+    stranger.gather()
+    with pytest.raises(
+        ValueError, match=r"stranger is of target another .*, the recipe's target is tiny-target"
+    ):
+        train_drafter(replace(recipe, log=(recipe.log, str(stranger.folder))), "x")
+
+
+def test_lora_needs_the_targets_vocabulary(
+    recipe: DrafterRecipe, make_tiny_model: Callable[..., Path]
+) -> None:
+    wider = make_tiny_model("wider", seed=4, vocab_size=384)
+    init = InitRecipe(source="model", model=str(wider), lora=LoraRecipe(rank=4, alpha=8.0))
+    with pytest.raises(ValueError, match="has a vocabulary of 384, the target one of 320: LoRA leaves"):
+        train_drafter(replace(recipe, init=init), "x")
+    assert not Path(recipe.out).exists()
+
+
+def test_a_log_that_keeps_too_little_is_refused(
+    recipe: DrafterRecipe, make_log: Callable[..., TargetLog]
+) -> None:
+    log = make_log(["word 1", "word 2"], lambda n: n == 1, top_k_logprobs=1)
+    with pytest.raises(
+        ValueError, match=r"keeps the 1 most probable tokens, \d+% of the mass; make a log with"
+    ):
+        train_drafter(replace(recipe, log=str(log.folder)), "x")
+
+
+def test_a_log_without_heldout_rows_trains_only_without_a_gate(
+    recipe: DrafterRecipe, make_log: Callable[..., TargetLog]
+) -> None:
+    log = make_log(["word 1", "word 2"], lambda n: False)
+    unmeasured = replace(recipe, log=str(log.folder), epochs=0.5)
+    with pytest.raises(
+        ValueError, match=r"has no held-out row .* or train without any figure by gate_prompts 0"
+    ):
+        train_drafter(unmeasured, "x")
+    train_drafter(replace(unmeasured, gate_prompts=0), "x")
+    card = read_drafter_card(recipe.out)
+    assert card is not None
+    assert card.measured == {}
 
 
 def test_wandb_offline(recipe: DrafterRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,8 @@ def start_accelerator(recipe: DrafterRecipe) -> Accelerator:
     kind, is_known = accelerator.distributed_type, accelerator.is_fsdp2
     if kind == DistributedType.DEEPSPEED or (kind == DistributedType.FSDP and not is_known):
         raise ValueError(
-            f"accelerate is configured for {kind.value.lower()}; drafters train with plain data parallelism or "
-            "sharded by FSDP of version 2: run `accelerate config` and choose FSDP with fsdp_version 2"
+            f"accelerate is configured for {kind.value.lower()}; drafters train data-parallel or sharded by "
+            "FSDP of version 2: run `accelerate config` and choose FSDP, fsdp_version 2"
         )
     if trackers:
         options = {"wandb": {"mode": recipe.wandb, "name": Path(recipe.out).name}}
@@ -248,8 +248,18 @@ def mix_on_policy(rows: Sequence[LogRow], recipe: DrafterRecipe) -> list[LogRow]
 
 
 def _pick_heldout(rows: list[LogRow], recipe: DrafterRecipe) -> list[LogRow]:
-    """At most `eval_rows` held-out rows, spread evenly over each temperature's."""
+    """At most `eval_rows` held-out rows, spread evenly over each temperature's.
+
+    Raises:
+        ValueError: there is none, and the recipe asks for a gate.
+    """
     rows = [row for row in rows if row.first_position < recipe.max_length and row.is_targets]
+    if not rows and recipe.gate_prompts and recipe.ngram is None:
+        raise ValueError(
+            f"target log {recipe.log} has no held-out row with a prompt shorter than max_length "
+            f"{recipe.max_length}: nothing says how good the drafter is. Make a log with a heldout_fraction "
+            "above 0, or train without any figure by gate_prompts 0"
+        )
     temperatures = sorted({row.temperature for row in rows})
     picked: list[LogRow] = []
     for temperature in temperatures:

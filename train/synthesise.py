@@ -92,8 +92,14 @@ def synthesise(recipe: SynthesisRecipe) -> None:
         if own:
             synthesis.write_parts(work, own, report)
         state.wait_for_everyone()
+        lines = synthesis.lines_of(work)
+        if not lines:
+            raise ValueError(
+                f"none of {len(synthesis.slots)} turns ended within max_new_tokens {recipe.max_new_tokens}: "
+                "raise it, or lower the temperature"
+            )
         if state.is_main_process:
-            report.say(f"prompts {out}: {_join(work, out, synthesis.num_parts, fingerprint)}")
+            report.say(f"prompts {out}: {_join(work, out, lines, fingerprint)}")
     state.wait_for_everyone()
 
 
@@ -218,6 +224,11 @@ class Synthesis:
                     write_text_atomic(_part_path(work, part), "".join(f"{line}\n" for line in lines))
             report.update(num_done + int(decoder.num_started))
 
+    def lines_of(self, work: Path) -> list[str]:
+        """What all parts hold."""
+        paths = [_part_path(work, part) for part in range(self.num_parts)]
+        return [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+
     def prompt_of(self, index: int, response: Response) -> dict[str, Any] | None:
         """The drawn turn as a line of a prompt file; None where it has no end, or is too short."""
         opening = self.slots[index][0].opening
@@ -261,9 +272,8 @@ def _start(work: Path, fingerprint: str) -> None:
         write_text_atomic(made_by, json.dumps({"fingerprint": fingerprint}))
 
 
-def _join(work: Path, out: Path, num_parts: int, fingerprint: str) -> str:
-    """Put the parts together, each text once; says how many there are."""
-    lines = [line for part in range(num_parts) for line in _part_path(work, part).read_text().splitlines()]
+def _join(work: Path, out: Path, lines: Sequence[str], fingerprint: str) -> str:
+    """Publish the prompts, each text once; says how many there are."""
     by_text = {json.loads(line)["messages"][0]["content"]: line for line in reversed(lines)}
     write_text_atomic(_made_by(out), json.dumps({"fingerprint": fingerprint}) + "\n")
     with atomic_file(out) as temporary:
