@@ -138,6 +138,8 @@ def summary(prompt: Prompt, completion: Completion) -> str:
     ):
         if stats[name] is not None:
             parts.append(f"{stats[name]:.2f} {label}")
+    if stats["state_bytes"]:
+        parts.append(f"{stats['state_bytes'] / 2**20:.2f} MiB of states")
     return "[" + ", ".join(parts) + "]"
 
 

@@ -110,6 +110,7 @@ class SyncGuesser:
             bits_NS = request.states.since(self.num_fed)
             self.num_fed = request.states.num
             self.speculator.feed(request.id, self.num_fed - len(bits_NS), bits_NS)
+            request.stats.state_bytes += bits_NS.nbytes
 
     def guess(self, request: Request) -> Guess:
         """Expand k times (or as often as lockstep says), then the best block."""

@@ -141,6 +141,7 @@ class RemoteGuesser:
         bits_NS = request.states.since(self.num_sent)
         self.client.states(request.id, self.round, request.states.num - len(bits_NS), bits_NS)
         self.num_sent = request.states.num
+        request.stats.state_bytes += bits_NS.nbytes
 
     def send_outcome(self, request: Request, num_settled: int) -> None:
         """The last `num_settled` tokens of the request, to a server that knows the ones before."""

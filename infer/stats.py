@@ -44,6 +44,7 @@ class RequestStats:
     mode: Mode
     prefill_chunks: int = 0
     draft_tokens_recomputed: int = 0
+    state_bytes: int = 0  # of the target's states, handed to a drafter that feeds on them
     seconds_prefill: float = 0.0
     seconds_decode: float = 0.0  # wall time from the end of prefill to the last token
     seconds_verify: float = 0.0
@@ -125,6 +126,7 @@ class RequestStats:
             "seconds_verify": self.seconds_verify,
             "seconds_waiting_for_draft": self.seconds_waiting_for_draft,
             "draft_tokens_recomputed": self.draft_tokens_recomputed,
+            "state_bytes": self.state_bytes,
             "target_forwards": self.target_forwards,
             "prefill_chunks": self.prefill_chunks,
             "rounds_ngram": self.rounds_ngram,

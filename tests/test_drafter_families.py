@@ -215,9 +215,23 @@ def test_the_engine_drafts_as_the_trainer_unrolls(
                 [found[mode]] = engine.generate([prompt], sampling, mode=mode)
             tokens = {mode: completion.token_ids for mode, completion in found.items()}
             assert tokens["plain"] == tokens["sync"] == tokens["async"] == row.response_ids.tolist()
+            assert_states_counted(recipe, found)
             if name != "ngram":
                 assert_simulated(recipe, row, found["sync"].request_stats)
             assert_replayed(recipe, row, found["sync"].request_stats)
+
+
+def assert_states_counted(recipe: DrafterRecipe, found: dict[Mode, Any]) -> None:
+    """Bytes that went to the drafter: none, those of every token, or those of each round's last one."""
+    needs = read_drafter_card(recipe.out).states
+    num_bytes = {mode: completion.stats["state_bytes"] for mode, completion in found.items()}
+    assert num_bytes["plain"] == 0
+    num_tokens = found["sync"].prompt_tokens + len(found["sync"].token_ids)
+    # a guess is never asked for behind the last token
+    least = needs.num_bytes * (num_tokens // 2 if needs.keeps_all else 1)
+    for mode in ("sync", "async"):
+        assert (num_bytes[mode] > 0) == bool(needs.layers)
+        assert least <= num_bytes[mode] <= needs.num_bytes * num_tokens
 
 
 def assert_replayed(recipe: DrafterRecipe, row: LogRow, stats: Any) -> None:
