@@ -24,7 +24,7 @@ from foredraft.infer.identity import identify_target
 from foredraft.infer.params import EngineConfig
 from foredraft.train.drafter import train_drafter
 from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe, LoraRecipe
-from foredraft.train.log_recipe import LogRecipe, SynthesisRecipe
+from foredraft.train.log_recipe import LogRecipe, OnPolicyRecipe, SynthesisRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.recipe import ExportRecipe, OutcomesRecipe, PredictorRecipe
 from foredraft.train.target_log import TargetLog
@@ -34,6 +34,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = {
     "synthesise": SynthesisRecipe,
     "log": LogRecipe,
+    "on_policy": OnPolicyRecipe,
     "drafter": DrafterRecipe,
     "outcomes": OutcomesRecipe,
     "predictor": PredictorRecipe,
@@ -372,7 +373,7 @@ def test_wandb_offline(recipe: DrafterRecipe, tmp_path: Path, monkeypatch: pytes
 def test_every_recipe_loads(path: Path) -> None:
     # demo_log.yaml, and in the folder of a target log.yaml, drafter_mlp.yaml
     kind = path.stem.rpartition("_")[2]
-    cls = RECIPES[kind if kind in RECIPES else path.stem.partition("_")[0]]
+    cls = RECIPES[next(name for name in (path.stem, kind, path.stem.partition("_")[0]) if name in RECIPES)]
     instance, resolved = read_config(cls, ["--config", str(path)], "recipe")
     assert isinstance(instance, cls)
     assert yaml.safe_load(resolved).keys() == set(cls.__slots__)

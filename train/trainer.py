@@ -115,6 +115,7 @@ class Trainer:
         self.state = load_checkpoint(folder, self.module, self.optimizer.optimizer, fresh, accelerator)
         self.outside_mass = torch.zeros(())  # of the teacher, in the last batch
         self.is_stopped = False
+        self.copy: DraftNetwork | None = None  # whole, where training shards the module
 
     def run(self, stop_at: int | None = None) -> None:
         """Train to the end of the schedule, or (for tests) until `stop_at` updates are done.
@@ -263,12 +264,14 @@ class Trainer:
         parameters = {name: whole(value.detach()) for name, value in self.module.named_parameters()}
         if not self.accelerator.is_main_process:
             return self.module
-        d2t_D = self.module.d2t_D
-        copy = build_network(self.recipe, None if d2t_D is None else d2t_D.cpu())
+        if self.copy is None:
+            d2t_D = self.module.d2t_D
+            copy = build_network(self.recipe, None if d2t_D is None else d2t_D.cpu())
+            self.copy = copy.to(self.accelerator.device)
         with torch.no_grad():
-            for name, value in copy.named_parameters():
+            for name, value in self.copy.named_parameters():
                 value.copy_(parameters[name])
-        return copy.to(self.accelerator.device)
+        return self.copy
 
     def log(self, report: ProgressReport, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Progress line and tracker entry; the only place of the loop that waits for the device."""
