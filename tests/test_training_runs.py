@@ -69,9 +69,7 @@ def prepare(accelerator, network, optimizer, plain=Accelerator.prepare):
     return network, plain(accelerator, optimizer)
 
 Accelerator.prepare = prepare
-recipe = read_config(DrafterRecipe, sys.argv[1:], "test")[0]
-train_drafter(recipe, "x", stop_at=3)
-train_drafter(recipe, "x")
+train_drafter(read_config(DrafterRecipe, sys.argv[2:], "test")[0], "x", stop_at=int(sys.argv[1]))
 """
 
 
@@ -276,7 +274,8 @@ def test_sharded_parameters_train_save_and_resume_like_whole_ones(
     train_drafter(whole, "x")
     sharded = make_recipe(out=str(tmp_path / "sharded"), **settings)
     (tmp_path / "sharded.py").write_text(SHARDED)
-    torchrun(str(tmp_path / "sharded.py"), "--config", str(write_recipe(sharded)))
+    for stop_at in ("3", "100"):
+        torchrun(str(tmp_path / "sharded.py"), stop_at, "--config", str(write_recipe(sharded)))
     first, second = weights_of(whole), weights_of(sharded)
     for name, value in first.items():
         torch.testing.assert_close(value, second[name], rtol=1e-3, atol=2e-4, msg=name)

@@ -84,7 +84,7 @@ def follow_row(network: DraftNetwork, row: LogRow, max_length: int, states: Stat
         logits_TD = head.logits(hidden_NH[:length]).float()
         scores_TD = perturbed_scores(logits_TD, draws, network.d2t_D)
         own_T1 = scores_TD.gather(1, places_T.clamp(min=0)[:, None])
-        ranks_T = (scores_TD > own_T1).sum(-1)
+        ranks_T = ranks_of(scores_TD, places_T)
         has_anchor_T = sequences.has_anchor(step)[0][batch.positions_N[:length]]
         is_guessed_T = (places_T != OUTSIDE) & torch.isfinite(own_T1[:, 0]) & has_anchor_T
         ranks.append(torch.where(is_guessed_T, ranks_T, scores_TD.shape[1]).cpu().numpy())
@@ -94,6 +94,18 @@ def follow_row(network: DraftNetwork, row: LogRow, max_length: int, states: Stat
             overlap_T = 1.0 - loss_N[:length]
         overlaps.append(overlap_T.cpu().numpy())
     return RowReport(np.stack(ranks), np.stack(overlaps))
+
+
+def ranks_of(scores_TD: torch.Tensor, places_T: torch.Tensor) -> torch.Tensor:
+    """Place of one column of every row when the row falls, int64 [T].
+
+    Logits of a bfloat16 head are often equal; these stand in the order in which a drafter's candidates do.
+    """
+    width = min(max(WIDTHS), scores_TD.shape[1])
+    best_TF = scores_TD.topk(width, -1).indices
+    is_own_TF = best_TF == places_T[:, None]
+    num_better_T = (scores_TD > scores_TD.gather(1, places_T.clamp(min=0)[:, None])).sum(-1)
+    return torch.where(is_own_TF.any(-1), is_own_TF.int().argmax(-1), num_better_T.clamp(min=width))
 
 
 def teacher_of(batch: Batch, network: DraftNetwork) -> Teacher:
