@@ -21,7 +21,10 @@ from foredraft.infer.config import read_config
 from foredraft.infer.drafter_card import read_drafter_card
 from foredraft.infer.drafters import load_drafter
 from foredraft.infer.identity import identify_target
-from foredraft.infer.params import EngineConfig
+from foredraft.infer.params import EngineConfig, SamplingParams
+from foredraft.kernels.draws import Draw
+from foredraft.kernels.top_candidates_ref import top_candidates
+from foredraft.train.acceptance import ranks_of
 from foredraft.train.drafter import train_drafter
 from foredraft.train.drafter_recipe import DrafterRecipe, InitRecipe, LoraRecipe
 from foredraft.train.log_recipe import LogRecipe, OnPolicyRecipe, SynthesisRecipe
@@ -357,6 +360,19 @@ def test_a_log_without_heldout_rows_trains_only_without_a_gate(
     card = read_drafter_card(recipe.out)
     assert card is not None
     assert card.measured == {}
+
+
+def test_equal_scores_rank_as_the_drafters_candidates() -> None:
+    # a bfloat16 head gives equal logits often
+    logits_TD = 4.0 * torch.randn(300, 2000, generator=torch.Generator().manual_seed(0))
+    logits_TD = logits_TD.bfloat16().float()
+    draws = [Draw(SamplingParams(temperature=0.0), 0, position) for position in range(300)]
+    candidates = top_candidates(logits_TD, draws, 16)
+    best_T2 = logits_TD.topk(2).values
+    assert int((best_T2[:, 0] == best_T2[:, 1]).sum()) > 5
+    for place in range(16):
+        assert bool((ranks_of(logits_TD, candidates.token_ids_NF[:, place]) == place).all())
+    assert bool((ranks_of(logits_TD, logits_TD.argmin(-1)) >= 16).all())
 
 
 def test_wandb_offline(recipe: DrafterRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
