@@ -369,7 +369,7 @@ def test_equal_scores_rank_as_the_drafters_candidates() -> None:
     draws = [Draw(SamplingParams(temperature=0.0), 0, position) for position in range(300)]
     candidates = top_candidates(logits_TD, draws, 16)
     best_T2 = logits_TD.topk(2).values
-    assert int((best_T2[:, 0] == best_T2[:, 1]).sum()) > 5
+    assert int((best_T2[:, 0] == best_T2[:, 1]).sum()) > 0
     for place in range(16):
         assert bool((ranks_of(logits_TD, candidates.token_ids_NF[:, place]) == place).all())
     assert bool((ranks_of(logits_TD, logits_TD.argmin(-1)) >= 16).all())
