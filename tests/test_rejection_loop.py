@@ -12,7 +12,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from foredraft.infer.drafters import Candidates, Drawn
+from foredraft.infer.drafter_card import StateNeeds
+from foredraft.infer.drafters import Candidates, Drawn, Step
 from foredraft.infer.kv_pool import KVPool
 from foredraft.infer.ngram import NgramIndex
 from foredraft.infer.params import SamplingParams, SpeculationParams
@@ -47,6 +48,7 @@ class MarkovDrafter:
     row_bucket: int = 4
     max_depth: int = 16
     max_positions: int = 1024
+    states: StateNeeds = field(default_factory=StateNeeds)
     pool: KVPool = field(default_factory=lambda: KVPool(num_pages=16))
 
     def prefill_room(self, seq: int) -> int:
@@ -56,16 +58,16 @@ class MarkovDrafter:
         self.pool.extend(seq, len(token_ids))
         return Rows([])
 
-    def prefill(self, plan: Rows, moves: object) -> None:
+    def prefill(self, step: Step) -> None:
         pass
 
     def plan_rows(self, rows: Sequence[Row]) -> Rows:
         return Rows(rows)
 
     def expand_and_draw(
-        self, plan: Rows, moves: object, draws: Sequence[Draw], fan_out: int, factor: float
+        self, step: Step, draws: Sequence[Draw], fan_out: int, factor: float
     ) -> tuple[Candidates, Drawn]:
-        logits_RV = self.logits_VV[[row.token for row in plan.rows[-len(draws) :]]]
+        logits_RV = self.logits_VV[[row.token for row in step.plan.rows[-len(draws) :]]]
         drawn = dispatch.saguaro(logits_RV, draws, LAW_WIDTH, fan_out, factor)
         best = dispatch.top_candidates(logits_RV, [greedy(draw) for draw in draws], fan_out)
         arrays = (best.token_ids_NF.int(), best.scores_NF, best.log_probs_NF, best.entropy_N)

@@ -126,7 +126,7 @@ class Trainer:
             ValueError: more updates than the recipe allows had numbers that are not finite.
         """
         state, recipe, is_main = self.state, self.recipe, self.accelerator.is_main_process
-        end = self.num_steps if stop_at is None else stop_at
+        end = self.num_steps if stop_at is None else min(stop_at, self.num_steps)
         started = time.monotonic() - state.seconds
         self.network.train()
         title = "train: steps"
