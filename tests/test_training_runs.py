@@ -72,6 +72,22 @@ Accelerator.prepare = prepare
 train_drafter(read_config(DrafterRecipe, sys.argv[2:], "test")[0], "x", stop_at=int(sys.argv[1]))
 """
 
+SHARDED_BY_ACCELERATE = """
+import sys
+from foredraft.infer.config import read_config
+from foredraft.train.drafter import train_drafter
+from foredraft.train.drafter_recipe import DrafterRecipe
+from foredraft.train.sharding import is_sharded
+from foredraft.train.trainer import Trainer
+
+def step(trainer, number, train_step=Trainer.train_step):
+    assert is_sharded(trainer.network)
+    return train_step(trainer, number)
+
+Trainer.train_step = step
+train_drafter(read_config(DrafterRecipe, sys.argv[1:], "test")[0], "x")
+"""
+
 
 @pytest.fixture(scope="module")
 def log(make_log: Callable[..., TargetLog]) -> TargetLog:
@@ -297,3 +313,24 @@ def test_two_processes_train_a_family_that_feeds_on_states(
     for name, value in first.items():
         torch.testing.assert_close(value, second[name], rtol=1e-3, atol=2e-4, msg=name)
     assert read_drafter_card(two.out).training["processes"] == 2
+
+
+@pytest.mark.gpu
+def test_fsdp_as_accelerate_sets_it_up_trains_like_one_process(
+    make_recipe: Callable[..., DrafterRecipe], write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"freeze_embeddings": False, "epochs": 1.0, "eval_every": 2}
+    whole = make_recipe(out=str(tmp_path / "whole"), **settings)
+    sharded = make_recipe(out=str(tmp_path / "sharded"), **settings)
+    train_drafter(whole, "x")
+    (tmp_path / "sharded.py").write_text(SHARDED_BY_ACCELERATE)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--use_fsdp"]
+    wrapping = ["--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    program = [str(tmp_path / "sharded.py"), "--config", str(write_recipe(sharded))]
+    result = subprocess.run(
+        [*launcher, *wrapping, *program], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    second = weights_of(sharded)
+    for name, value in weights_of(whole).items():
+        torch.testing.assert_close(value, second[name], rtol=1e-3, atol=2e-4, msg=name)
