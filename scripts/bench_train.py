@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,37 +175,33 @@ class TrainingCase:
 
     def plain(self) -> Callable[[], None]:
         """The loop that one would write."""
-        recipe = self.recipe
-        network = build_network(recipe, None)
-        optimizer = build_optimizer(network, recipe)
-        student, batch = network.model.train(), collate([[row] for row in self.rows], recipe.max_length)
-        is_half = recipe.precision == "bfloat16"
 
-        def update() -> None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-                with torch.no_grad():
-                    teacher_BTV = self.teacher(input_ids=batch.ids_BT, use_cache=False).logits
-                student_BTV = student(input_ids=batch.ids_BT, use_cache=False).logits
-            loss = dense_kl(student_BTV, teacher_BTV, batch)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(student.parameters(), recipe.clip_norm)
-            optimizer.step()
+        def teach(batch: Batch) -> torch.Tensor:
+            with torch.no_grad(), self._autocast():
+                return self.teacher(input_ids=batch.ids_BT, use_cache=False).logits
 
-        return update
+        return self._plain_loop(lambda batch: partial(teach, batch))
 
     def without_teacher(self) -> Callable[[], None]:
         """The plain loop with its teacher's logits at hand, as if they cost nothing."""
+
+        def teach_once(batch: Batch) -> Callable[[], torch.Tensor]:
+            with torch.no_grad():
+                teacher_BTV = self.teacher(input_ids=batch.ids_BT, use_cache=False).logits
+            return lambda: teacher_BTV
+
+        return self._plain_loop(teach_once)
+
+    def _plain_loop(self, make_teacher: Callable[[Batch], Callable[[], torch.Tensor]]) -> Callable[[], None]:
         recipe = self.recipe
         network = build_network(recipe, None)
         optimizer = build_optimizer(network, recipe)
         student, batch = network.model.train(), collate([[row] for row in self.rows], recipe.max_length)
-        is_half = recipe.precision == "bfloat16"
-        with torch.no_grad():
-            teacher_BTV = self.teacher(input_ids=batch.ids_BT, use_cache=False).logits
+        teacher = make_teacher(batch)
 
         def update() -> None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+            teacher_BTV = teacher()
+            with self._autocast():
                 student_BTV = student(input_ids=batch.ids_BT, use_cache=False).logits
             loss = dense_kl(student_BTV, teacher_BTV, batch)
             optimizer.zero_grad(set_to_none=True)
@@ -213,6 +210,9 @@ class TrainingCase:
             optimizer.step()
 
         return update
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
 
 
 def dense_kl(student_BTV: torch.Tensor, teacher_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:
