@@ -29,7 +29,7 @@ COUNTED = (
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program on CPUs."""
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
     )

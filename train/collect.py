@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from foredraft.infer.config import read_config, run_command, save_resolved
@@ -30,6 +29,7 @@ from foredraft.train.continuous import ContinuousDecoder, Job, Response, num_pag
 from foredraft.train.given import Scorer
 from foredraft.train.log_recipe import LogRecipe, ResponseGroup
 from foredraft.train.log_rows import LogRow
+from foredraft.train.processes import join_processes
 from foredraft.train.progress import ProgressReport
 from foredraft.train.prompt_set import prompts_sha256, read_log_prompts
 from foredraft.train.state_plan import StatePlan
@@ -57,8 +57,7 @@ def collect(recipe: LogRecipe, resolved: str) -> TargetLog:
     Raises:
         ValueError: bad prompts, a prompt that does not fit the target's context, a folder with another log.
     """
-    # PartialState alone would not read ACCELERATE_USE_CPU
-    state = Accelerator()
+    state = join_processes()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))

@@ -33,6 +33,7 @@ from foredraft.train.drafter_init import build_network, config_of, vocab_size_of
 from foredraft.train.drafter_recipe import DrafterRecipe
 from foredraft.train.log_rows import LogRow
 from foredraft.train.logged_states import LoggedStates
+from foredraft.train.processes import join_processes
 from foredraft.train.splits import part_of
 from foredraft.train.state_plan import StatePlan
 from foredraft.train.target_log import TargetLog
@@ -112,7 +113,7 @@ def start_accelerator(recipe: DrafterRecipe) -> Accelerator:
     trackers = ["wandb"] * (recipe.wandb != "off") + ["tensorboard"] * recipe.tensorboard
     if recipe.tensorboard and not is_tensorboard_available():
         raise ValueError("tensorboard is true, but that package is not installed: `pip install tensorboard`")
-    accelerator = Accelerator(
+    accelerator = join_processes(
         mixed_precision="bf16" if recipe.precision == "bfloat16" else "no",
         log_with=trackers or None,
         project_dir=f"{recipe.out}.tensorboard" if recipe.tensorboard else None,

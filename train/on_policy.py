@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from foredraft.infer.config import read_config, run_command, save_resolved
 from foredraft.infer.drafter_card import drafter_sha256
@@ -32,6 +31,7 @@ from foredraft.train.given import Scorer
 from foredraft.train.log_recipe import OnPolicyRecipe
 from foredraft.train.log_rows import LogRow, read_rows
 from foredraft.train.outcomes import check_drafter_of, states_of
+from foredraft.train.processes import join_processes
 from foredraft.train.progress import ProgressReport
 from foredraft.train.splits import part_of
 from foredraft.train.target_log import TargetLog
@@ -54,7 +54,7 @@ def collect_mistakes(recipe: OnPolicyRecipe, resolved: str) -> TargetLog:
     Raises:
         ValueError: a log that is incomplete, a drafter of another target, a folder with another log.
     """
-    state = Accelerator()
+    state = join_processes()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     source = TargetLog.open(recipe.log)

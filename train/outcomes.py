@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from foredraft.infer.config import read_config, run_command, save_resolved
 from foredraft.infer.drafter_card import DrafterCard, drafter_sha256, family_of, read_drafter_card
@@ -32,6 +31,7 @@ from foredraft.train.continuous import num_pages_for
 from foredraft.train.log_rows import LogRow, read_rows
 from foredraft.train.logged_states import LoggedStates
 from foredraft.train.outcome_log import ROUND, OutcomeLog, OutcomeManifest
+from foredraft.train.processes import join_processes
 from foredraft.train.progress import ProgressReport
 from foredraft.train.recipe import OutcomesRecipe
 from foredraft.train.replay import follow, path_records
@@ -58,7 +58,7 @@ def replay(recipe: OutcomesRecipe, resolved: str) -> OutcomeLog:
     Raises:
         ValueError: a log that is incomplete, a drafter of another target, a folder with other records.
     """
-    state = Accelerator()
+    state = join_processes()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     log = TargetLog.open(recipe.log)

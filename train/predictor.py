@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from foredraft.infer.atomic import atomic_folder
 from foredraft.infer.config import read_config, run_command, save_resolved
@@ -34,6 +33,7 @@ from foredraft.train import predictor_report
 from foredraft.train.allocation import Rounds
 from foredraft.train.outcome_log import OutcomeLog
 from foredraft.train.predictor_fit import TooFewPrompts, calibrate, fit, split_prompts
+from foredraft.train.processes import join_processes
 from foredraft.train.progress import ProgressReport
 from foredraft.train.provenance import git_commit, versions
 from foredraft.train.recipe import PredictorRecipe
@@ -55,7 +55,7 @@ def train_predictor(recipe: PredictorRecipe, resolved: str) -> None:
     Raises:
         ValueError: records that are incomplete or too few, an `out` that holds something else.
     """
-    state = Accelerator()
+    state = join_processes()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     if state.is_main_process:

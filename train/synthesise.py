@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.infer.atomic import atomic_file, write_text_atomic
@@ -29,6 +28,7 @@ from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import Target, load_tokenizer
 from foredraft.train.continuous import ContinuousDecoder, Job, Response, num_pages_for
 from foredraft.train.log_recipe import SynthesisRecipe
+from foredraft.train.processes import join_processes
 from foredraft.train.progress import ProgressReport
 
 MARK = "\x1fMARK\x1f"  # stands where the turn goes on; no template and no tokenizer changes it
@@ -68,7 +68,7 @@ def synthesise(recipe: SynthesisRecipe) -> None:
     Raises:
         ValueError: bad openings, a tokenizer without chat template, an `out` of another recipe.
     """
-    state = Accelerator()
+    state = join_processes()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     openings = read_openings(recipe.openings)
