@@ -6,8 +6,8 @@
 Training: one update of the `lm` recipe (`Trainer.train_step`) against the loop that one would write: the same
 network, batch and optimizer, logits over the whole vocabulary at every position, KL against the teacher's
 logits of a forward in the loop. Peak memory: of each in a process of its own, above what it had loaded.
-Collection: `ContinuousDecoder` against `model.generate` with the same number of rows, sampled responses of
-mixed lengths.
+Collection: `ContinuousDecoder` against `model.generate` with the same number of rows; a greedy and a sampled
+response to every prompt, prompts and responses of mixed lengths.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from foredraft.train.trainer import Trainer, TrainingData, build_optimizer
 NUM_KEPT = 32
 PARTS = ("foredraft", "plain")
 PAGE_SIZE = 64
+TEMPERATURES = (0.0, 1.0)  # a response of each for every prompt, as in the log recipes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=256, help="tokens of a training sequence")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repetitions")
     parser.add_argument("--rows", type=int, default=32, help="responses decoded at once")
-    parser.add_argument("--new-tokens", type=int, default=64, help="longest response of the collection")
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest response of the collection")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--out", help="JSON file for the figures")
@@ -277,8 +278,8 @@ def bench_collection(arguments: argparse.Namespace) -> dict[str, Any]:
     generator = np.random.default_rng(1)
     prompts = [generator.integers(10, 500, size=generator.integers(8, 128)).tolist() for _ in range(2 * rows)]
     # responses end where they like; here at lengths drawn beforehand, the same for both
-    lengths = generator.integers(longest // 8, longest + 1, size=len(prompts)).tolist()
-    pages = num_pages_for(map(len, prompts), 1, longest, rows, PAGE_SIZE)
+    lengths_PJ = generator.integers(longest // 8, longest + 1, size=(len(prompts), len(TEMPERATURES)))
+    pages = num_pages_for(map(len, prompts), len(TEMPERATURES), longest, rows, PAGE_SIZE)
     config = EngineConfig(
         dtype=arguments.dtype, row_bucket=rows, lanes=1, page_size=PAGE_SIZE, num_pages=pages
     )
@@ -289,37 +290,45 @@ def bench_collection(arguments: argparse.Namespace) -> dict[str, Any]:
     def ours() -> None:
         jobs = [
             Job(
-                key=(index, 0),
+                key=(index, choice),
                 prompt_ids=tuple(prompt),
-                params=SamplingParams(max_new_tokens=length, temperature=1.0, top_p=0.95, seed=index),
+                params=SamplingParams(
+                    max_new_tokens=int(lengths_PJ[index, choice]),
+                    temperature=temperature,
+                    top_p=0.95,
+                    seed=index,
+                ),
             )
-            for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+            for index, prompt in enumerate(prompts)
+            for choice, temperature in enumerate(TEMPERATURES)
         ]
         for _ in ContinuousDecoder(model, frozenset(), NUM_KEPT).run(jobs):
             pass
 
     def theirs() -> None:
-        for start in range(0, len(prompts), rows):
-            batch, ends = prompts[start : start + rows], lengths[start : start + rows]
-            width = max(map(len, batch))
-            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
-            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
-            reference.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=True,
-                temperature=1.0,
-                top_p=0.95,
-                top_k=0,
-                max_new_tokens=max(ends),  # a batch goes on until its last sequence ends
-                eos_token_id=None,
-                pad_token_id=0,
-            )
+        for choice, temperature in enumerate(TEMPERATURES):
+            for start in range(0, len(prompts), rows):
+                batch = prompts[start : start + rows]
+                width = max(map(len, batch))
+                ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
+                mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
+                # a batch goes on until its last sequence ends
+                most = int(lengths_PJ[start : start + rows, choice].max())
+                sampling = {"temperature": temperature, "top_p": 0.95, "top_k": 0} if temperature else {}
+                reference.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    do_sample=temperature > 0,
+                    max_new_tokens=most,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    **sampling,
+                )
 
     seconds = interleaved({"foredraft": ours, "generate": theirs}, max(1, arguments.repeats // 2))
-    num_tokens = sum(lengths)
+    num_tokens = int(lengths_PJ.sum())
     return {
-        "responses": len(prompts),
+        "responses": lengths_PJ.size,
         "rows": rows,
         "tokens": num_tokens,
         "seconds": seconds,
