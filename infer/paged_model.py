@@ -107,15 +107,34 @@ class PagedModel(PagedSteps):
 
     def prefill(self, seq: int, token_ids: Sequence[int]) -> torch.Tensor:
         """Append tokens to the committed prefix; logits float32 [V] after the last one."""
-        if not token_ids:
+        return self.prefill_packed([(seq, token_ids)])[0]
+
+    def prefill_packed(self, runs: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
+        """Append tokens to the committed prefixes of several sequences, their rows packed into full steps.
+
+        Args:
+            runs: (sequence, its next tokens).
+
+        Returns:
+            Logits float32 [len(runs), V] after the last token of each.
+
+        Raises:
+            ValueError: a sequence without tokens.
+        """
+        if not all(len(token_ids) for _, token_ids in runs):
             raise ValueError("a prompt needs at least one token, got none")
-        start = 0
-        while start < len(token_ids):
-            plan = self.plan_prefill(seq, token_ids[start : start + self.prefill_room(seq)])
-            logits_1V = self.run(plan, self.pool.drain_moves(), keep_rows=[plan.num_rows - 1])
+        ends = np.cumsum([len(token_ids) for _, token_ids in runs])
+        logits_EV, first = [], 0
+        for plan in self.plan_packed_prefill(runs):
+            in_step = ends[(ends > first) & (ends <= first + plan.num_rows)] - first - 1
+            # as many at every step where steps are captured; a head over no rows is an edge of models
+            num_kept = len(plan.num_shared) if self.is_static else max(1, len(in_step))
+            kept = [*in_step.tolist(), *[plan.num_rows - 1] * (num_kept - len(in_step))]
+            logits_KV = self.run(plan, self.pool.drain_moves(), keep_rows=kept)
+            logits_EV.append(logits_KV[: len(in_step)])
             self.num_prefill_chunks += 1
-            start += plan.num_rows
-        return logits_1V[0]
+            first += plan.num_rows
+        return torch.cat(logits_EV)
 
     def step(self, rows: Sequence[Row]) -> torch.Tensor:
         """Run rows of any sequences at once; logits float32 [len(rows), V]."""

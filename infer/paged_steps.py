@@ -6,7 +6,8 @@ same rows have the same bits in plain, synchronous and asynchronous decoding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,10 +16,20 @@ from foredraft.infer.kv_pool import MAX_SUFFIX, KVPool
 from foredraft.infer.kv_storage import KVStorage, LayerShape
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.step_graph import StepInputs
-from foredraft.infer.step_plan import Row, StepPlan, StepShape, plan_prefill, plan_step
+from foredraft.infer.step_plan import (
+    SPLIT,
+    Piece,
+    Row,
+    StepPlan,
+    StepShape,
+    cut_pieces,
+    plan_prefill,
+    plan_step,
+)
 from foredraft.kernels.tree_batch import TreeBatch
 
 DEFAULT_CONTEXT = 16384  # positions that the default pool holds at most
+SHORT_PIECE = 16  # tokens: a captured prefill step has places for so short pieces and not for more of them
 
 
 class PagedSteps:
@@ -57,7 +68,8 @@ class PagedSteps:
         num_sequences = config.row_bucket if self.is_static else 0
         lanes = config.lanes or config.row_bucket
         self.step_shape = StepShape(config.row_bucket, lanes, num_sequences=num_sequences, **sizes)
-        self.prefill_shape = StepShape(config.prefill_chunk, config.prefill_chunk, num_sequences=1, **sizes)
+        num_places = config.prefill_chunk // SHORT_PIECE if self.is_static else 0
+        self.prefill_shape = StepShape(config.prefill_chunk, SPLIT, num_sequences=num_places, **sizes)
 
     @property
     def max_tokens(self) -> int:
@@ -78,8 +90,33 @@ class PagedSteps:
 
     def plan_prefill(self, seq: int, token_ids: Sequence[int]) -> StepPlan:
         """Bookkeeping of one prefill step; appends at most `prefill_room(seq)` tokens to the prefix."""
+        start = self.pool.num_committed(seq)
         self.pool.extend(seq, len(token_ids))
-        return plan_prefill(self.pool, seq, token_ids, self.prefill_shape)
+        return plan_prefill(self.pool, cut_pieces(seq, start, token_ids), self.prefill_shape)
+
+    def plan_packed_prefill(self, runs: Sequence[tuple[int, Sequence[int]]]) -> Iterator[StepPlan]:
+        """Steps that append tokens to several sequences, each step as full as it can be.
+
+        A step's bookkeeping is done as the iteration comes to it. Rows come in the order of `runs`.
+
+        Args:
+            runs: (sequence, its next tokens).
+        """
+        num_places = self.prefill_shape.num_sequences or self.prefill_chunk
+        waiting = deque(
+            piece for seq, ids in runs for piece in cut_pieces(seq, self.pool.num_committed(seq), ids)
+        )
+        while waiting:
+            pieces: list[Piece] = []
+            room = self.prefill_chunk
+            while waiting and room and len(pieces) < num_places:
+                seq, start, token_ids = waiting.popleft()
+                if len(token_ids) > room:
+                    waiting.appendleft(Piece(seq, start + room, token_ids[room:]))
+                pieces.append(Piece(seq, start, token_ids[:room]))
+                self.pool.extend(seq, len(pieces[-1].token_ids))
+                room -= len(pieces[-1].token_ids)
+            yield plan_prefill(self.pool, pieces, self.prefill_shape)
 
     def inputs(
         self, plan: StepPlan, keep_rows: Sequence[int] | None, device: str | torch.device

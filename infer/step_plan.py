@@ -28,6 +28,14 @@ class Row(NamedTuple):
     position: int | None = None  # of a committed row; None: the row is appended to the prefix
 
 
+class Piece(NamedTuple):
+    """Consecutive committed positions to run; they do not cross a multiple of 64."""
+
+    seq: int
+    start: int  # absolute position of the first
+    token_ids: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """Sizes of a step that do not follow from its rows."""
@@ -101,25 +109,38 @@ def plan_step(pool: KVPool, rows: Sequence[Row], shape: StepShape) -> StepPlan:
     return plan
 
 
-def plan_prefill(pool: KVPool, seq: int, token_ids: Sequence[int], shape: StepShape) -> StepPlan:
-    """Plan one chunk of consecutive committed positions, the last `len(token_ids)` of the sequence.
+def cut_pieces(seq: int, start: int, token_ids: Sequence[int]) -> list[Piece]:
+    """A run of positions in pieces of one split each: their rows share all keys before it."""
+    ends = [*range((start // SPLIT + 1) * SPLIT, start + len(token_ids), SPLIT), start + len(token_ids)]
+    starts = [start, *ends[:-1]]
+    return [
+        Piece(seq, first, token_ids[first - start : end - start])
+        for first, end in zip(starts, ends, strict=True)
+    ]
+
+
+def plan_prefill(pool: KVPool, pieces: Sequence[Piece], shape: StepShape) -> StepPlan:
+    """Plan a packed prefill step: committed positions of one or more sequences, a place for each piece.
 
     Args:
-        pool: bookkeeping; the positions are in the committed prefix already.
-        seq: their sequence.
-        token_ids: 1..R tokens; they do not cross a multiple of R.
-        shape: static sizes; R = L, a multiple of 64.
+        pool: bookkeeping; the positions are in the committed prefixes already.
+        pieces: from `cut_pieces`; at most R tokens in all.
+        shape: static sizes; L = 64.
     """
-    prefix = pool.prefix_slots(seq)
-    start, size = len(prefix) - len(token_ids), len(token_ids)
-    plan = empty_plan(pool, [seq], size, shape, is_prefill=True)
-    plan.tokens[:size] = token_ids
-    plan.positions[:size] = np.arange(start, len(prefix))
-    plan.write_slots[:size] = prefix[start:]
-    plan.row_prefix[:size] = plan.positions[:size] + 1
-    plan.row_lane[:] = np.arange(shape.row_bucket)
-    plan.lane_rows[0] = np.arange(shape.row_bucket)
-    plan.num_shared[0] = start // SPLIT
+    num_rows = sum(len(piece.token_ids) for piece in pieces)
+    plan = empty_plan(pool, [piece.seq for piece in pieces], num_rows, shape, is_prefill=True)
+    first = 0
+    for place, (seq, start, token_ids) in enumerate(pieces):
+        size = len(token_ids)
+        rows = slice(first, first + size)
+        plan.tokens[rows] = token_ids
+        plan.positions[rows] = np.arange(start, start + size)
+        plan.write_slots[rows] = pool.prefix_slots(seq)[start : start + size]
+        plan.row_seq[rows], plan.row_lane[rows] = place, np.arange(size)
+        plan.row_prefix[rows] = plan.positions[rows] + 1
+        plan.lane_rows[place, :size] = np.arange(first, first + size)
+        plan.num_shared[place] = start // SPLIT
+        first += size
     return plan
 
 

@@ -49,7 +49,7 @@ class TreeBatch:
     pages_SP: torch.Tensor  # int32, pages of the prefix in order; any page beyond
     suffix_slots_SX: torch.Tensor  # int32, slots of the suffix's nodes; any slot beyond
     page_size: int
-    is_prefill: bool = False  # the rows are consecutive committed positions of one sequence
+    is_prefill: bool = False  # the rows of a place are consecutive committed positions within one split
     derived: dict[Any, Any] = field(default_factory=dict)  # what an implementation makes of it, once a step
 
     @property

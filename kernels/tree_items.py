@@ -2,7 +2,7 @@
 
 An item is one split: 64 keys of one sequence, aligned to absolute position. Whole splits of the committed
 prefix are shared by all rows of a sequence. Every row has items of its own for the ragged rest (committed
-tail, then its ancestors in depth order); a prefill's rows share that rest too, under a causal mask.
+tail, then its ancestors in depth order); rows of a prefill share that rest too, under a causal mask.
 
 Shape letters: R rows, S sequences, L lanes, I items, J the last ones, which carry a mask, P splits of the
 longest row.
@@ -109,6 +109,7 @@ class _Layout:
         self.row_position, self.row_prefix = array(batch.row_position_R), array(batch.row_prefix_R)
         self.num_shared, self.pages = array(batch.num_shared_S), array(batch.pages_SP)
         lane_rows = array(batch.lane_rows_SL)
+        self.num_lanes = (lane_rows != NO_ROW).sum(1)
         self.lane_rows = np.where(lane_rows == NO_ROW, lane_rows[:, :1].clip(0), lane_rows)
         bits_RX = np.unpackbits(
             batch.row_ancestors_RW.cpu().numpy().view(np.uint8), axis=1, bitorder="little"
@@ -132,12 +133,12 @@ class _Layout:
         return rows, starts, (starts[:, None] + OFFSETS < self.num_keys[rows, None])[:, None]
 
     def causal_tails(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same for a prefill, whose rows see one another's keys: mask [J, L, 64]."""
-        num_items = -(-len(self.row_seq) // SPLIT)
-        starts = SPLIT * (self.num_shared[0] + np.arange(num_items))
-        last_row = int(self.row_position.argmax())
-        mask = starts[:, None, None] + OFFSETS <= self.row_position[None, :, None]
-        return np.full(num_items, last_row), starts, mask
+        """The same for a prefill, the rows of whose places see one another's keys: mask [J, L, 64]."""
+        places = self.num_lanes.nonzero()[0]
+        last_rows = self.lane_rows[places, self.num_lanes[places] - 1]
+        starts = SPLIT * self.num_shared[places]
+        positions_JL = self.row_position[self.lane_rows[places]]
+        return last_rows, starts, starts[:, None, None] + OFFSETS <= positions_JL[:, :, None]
 
     def _numbered(self, counts: np.ndarray, first_split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Owner and first position of `counts[owner]` consecutive splits of every owner."""
@@ -163,15 +164,14 @@ class _Layout:
 
     def parts(self, shared_seq: np.ndarray, tail_row: np.ndarray) -> dict[str, np.ndarray]:
         """Which items each row adds up, by absolute split."""
-        num_rows, first_tail = len(self.row_seq), len(shared_seq)
-        if self.is_prefill:
-            num_items = first_tail + len(tail_row)
-            items = np.broadcast_to(np.arange(num_items), (num_rows, num_items)).copy()
-            return {"part_items_RP": items, "part_missing_RP": np.zeros((num_rows, num_items), bool)}
+        first_tail = len(shared_seq)
         has_keys = self.num_keys > 0
         num_shared = np.where(has_keys, self.num_shared[self.row_seq], 0)
         first_shared = (np.cumsum(self.num_shared) - self.num_shared)[self.row_seq]
-        first_own = first_tail + np.cumsum(self.num_tails) - self.num_tails
+        if self.is_prefill:  # one tail a place
+            first_own = first_tail + self.row_seq
+        else:
+            first_own = first_tail + np.cumsum(self.num_tails) - self.num_tails
         num_parts = num_shared + self.num_tails
         split = np.arange(max(1, num_parts.max()))
         items = np.where(

@@ -34,9 +34,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from foredraft.infer.config import read_config
 from foredraft.infer.paged_model import PagedModel
-from foredraft.infer.params import EngineConfig, SamplingParams
+from foredraft.infer.params import SamplingParams
 from foredraft.train.batches import Batch, collate
-from foredraft.train.continuous import ContinuousDecoder, Job, num_pages_for
+from foredraft.train.continuous import ContinuousDecoder, Job, continuous_config
 from foredraft.train.drafter import start_accelerator
 from foredraft.train.drafter_init import build_network, load_model
 from foredraft.train.drafter_recipe import DrafterRecipe
@@ -45,7 +45,6 @@ from foredraft.train.trainer import Trainer, TrainingData, build_optimizer
 
 NUM_KEPT = 32
 PARTS = ("foredraft", "plain")
-PAGE_SIZE = 64
 TEMPERATURES = (0.0, 1.0)  # a response of each for every prompt, as in the log recipes
 
 
@@ -279,10 +278,7 @@ def bench_collection(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = [generator.integers(10, 500, size=generator.integers(8, 128)).tolist() for _ in range(2 * rows)]
     # responses end where they like; here at lengths drawn beforehand, the same for both
     lengths_PJ = generator.integers(longest // 8, longest + 1, size=(len(prompts), len(TEMPERATURES)))
-    pages = num_pages_for(map(len, prompts), len(TEMPERATURES), longest, rows, PAGE_SIZE)
-    config = EngineConfig(
-        dtype=arguments.dtype, row_bucket=rows, lanes=1, page_size=PAGE_SIZE, num_pages=pages
-    )
+    config = continuous_config(map(len, prompts), len(TEMPERATURES), longest, rows, dtype=arguments.dtype)
     model = PagedModel.load(arguments.target, config)
     dtype = getattr(torch, arguments.dtype)
     reference = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).eval()

@@ -21,12 +21,10 @@ from foredraft.infer.config import run_command
 from foredraft.infer.drafters import load_drafter
 from foredraft.infer.params import EngineConfig
 from foredraft.train.chain_rounds import ChainedResponse, ChainRounds
-from foredraft.train.continuous import num_pages_for
+from foredraft.train.continuous import PAGE_SIZE, num_pages_for
 from foredraft.train.log_rows import LogRow
 from foredraft.train.outcomes import check_drafter_of, states_of
 from foredraft.train.target_log import TargetLog
-
-PAGE_SIZE = 64
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,29 @@ def test_tree_step_equals_transformers_on_each_branch(family: type, config: obje
 @torch.inference_mode()
 def alone(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
+@pytest.mark.parametrize("num_places", [0, 2], ids=["any", "two-places"])
+def test_a_packed_prefill_equals_transformers_on_each_prompt(
+    family: type, config: object, num_places: int, tmp_path: Path
+) -> None:
+    """Prompts that end within, at and after a split, one going on from a prefix, in steps of 128 rows."""
+    torch.manual_seed(0)
+    reference = family(config).eval()
+    reference.save_pretrained(tmp_path)
+    model = PagedModel.load(str(tmp_path), EngineConfig(num_pages=32, prefill_chunk=128))
+    model.prefill_shape = replace(model.prefill_shape, num_sequences=num_places)
+    prompts = [random_tokens(count, seed=count) for count in (150, 64, 3, 1, 90)]
+    runs = [(model.pool.begin(), prompt) for prompt in prompts]
+    model.prefill(runs[0][0], prompts[0][:40])
+    runs[0] = (runs[0][0], prompts[0][40:])
+    before = model.num_prefill_chunks
+    logits_NV = model.prefill_packed(runs)
+    expected_NV = torch.stack([alone(reference, prompt) for prompt in prompts])
+    torch.testing.assert_close(logits_NV, expected_NV, atol=2e-5, rtol=0)
+    if not num_places:
+        assert model.num_prefill_chunks - before == -(-(110 + 64 + 3 + 1 + 90) // 128), "every step is full"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -28,7 +28,7 @@ def with_replay(model: PagedModel) -> PagedModel:
     """The model as it is on a GPU: static shapes, one captured step for each."""
     sizes = {"num_pages": 20, "num_nodes": 256}
     model.step_shape = StepShape(8, 8, num_sequences=8, **sizes)
-    model.prefill_shape = StepShape(64, 64, num_sequences=1, **sizes)
+    model.prefill_shape = StepShape(64, 64, num_sequences=4, **sizes)
     model.forward = GraphStep(model._forward, CPU, rerun)
     return model
 

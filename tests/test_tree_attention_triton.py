@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foredraft.infer.kv_pool import KVPool
-from foredraft.infer.step_plan import Row, StepPlan, StepShape, plan_prefill, plan_step
+from foredraft.infer.step_plan import Row, StepPlan, StepShape, cut_pieces, plan_prefill, plan_step
 from foredraft.kernels import tree_attention_ref, tree_attention_triton
 from foredraft.kernels.tree_batch import Scoring, TreeBatch
 
@@ -165,21 +165,32 @@ def test_equals_brute_force_and_reference(name: str, dtype: torch.dtype, kernel_
     assert not output_RHE[len(rows) :].any(), "rows of padding have no keys"
 
 
-def test_prefill_chunk_equals_reference(kernel_device: str) -> None:
-    """Consecutive positions of a prefix, in blocks of lanes, the last rows of the chunk padding."""
+def test_a_packed_prefill_equals_brute_force(kernel_device: str) -> None:
+    """Pieces of three sequences: from a position within a split, over a whole one, and a short prompt."""
     case = Case((0,), (0,), (0,), heads=3, kv_heads=1, key_dim=64)
-    pool = KVPool(8, 64)
-    seq = pool.begin()
-    pool.extend(seq, 64 + 37)
-    plan = plan_prefill(pool, seq, [0] * 37, StepShape(64, 64))
+    pool = KVPool(12, 64)
+    pieces = []
+    for start, size in ((70, 70), (0, 64), (0, 5)):
+        seq = pool.begin()
+        pool.extend(seq, start + size)
+        pieces += cut_pieces(seq, start, [0] * size)
+    assert [len(piece.token_ids) for piece in pieces] == [58, 12, 64, 5]
+    plan = plan_prefill(pool, pieces, StepShape(192, 64, num_sequences=6))
     batch = to_batch(plan, 64, kernel_device)
-    query_RHD, keys, values, _ = make_layer(case, 512, 64, torch.float32, kernel_device)
-    scoring = Scoring(0.125)
-    output_RHE = tree_attention_triton.tree_attention(query_RHD, keys, values, batch, scoring)
-    expected_RHE = tree_attention_ref.tree_attention(
-        query_RHD, keys, values, replace(batch, derived={}), scoring
-    )
-    torch.testing.assert_close(output_RHE[:37], expected_RHE[:37], atol=2e-5, rtol=0)
+    query_RHD, keys, values, _ = make_layer(case, 768, 192, torch.float32, kernel_device)
+    for window in (None, 20):
+        scoring = Scoring(case.key_dim**-0.5, window=window)
+        for module in (tree_attention_triton, tree_attention_ref):
+            derived_anew = replace(batch, derived={})
+            output_RHE = module.tree_attention(query_RHD, keys, values, derived_anew, scoring)
+            row = 0
+            for seq, start, token_ids in pieces:
+                for position in range(start, start + len(token_ids)):
+                    seen = pool.prefix_slots(seq)[max(0, position + 1 - (window or 1000)) : position + 1]
+                    slots = torch.tensor(np.array(seen), device=kernel_device)
+                    expected_HE = brute_force(query_RHD[row], keys[slots], values[slots], case, None)
+                    torch.testing.assert_close(output_RHE[row].double(), expected_HE, atol=2e-5, rtol=0)
+                    row += 1
 
 
 def outputs(

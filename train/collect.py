@@ -25,7 +25,7 @@ from foredraft.infer.identity import chat_template_sha256, identify_target, toke
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import Target, load_tokenizer
 from foredraft.train.collect_server import ServerDecoder
-from foredraft.train.continuous import ContinuousDecoder, Job, Response, num_pages_for
+from foredraft.train.continuous import ContinuousDecoder, Job, Response, continuous_config
 from foredraft.train.given import Scorer
 from foredraft.train.log_recipe import LogRecipe, ResponseGroup
 from foredraft.train.log_rows import LogRow
@@ -40,7 +40,6 @@ FREE_KEYS = (
     *("target", "revision", "prompts", "heldout_fraction", "out"),
     *("rows", "threads", "device", "server"),
 )
-PAGE_SIZE = 64
 GIVEN = ResponseGroup(responses=1, temperature=0.0)  # how given responses are entered: as what must be said
 
 
@@ -143,14 +142,14 @@ class Collection:
         """
         recipe = self.recipe
         lengths = [len(prompt.token_ids) for prompt in self.prompts]
-        config = EngineConfig(
+        config = continuous_config(
+            lengths,
+            len(self.slots),
+            recipe.max_new_tokens,
+            recipe.rows,
             dtype=recipe.dtype,
             device=recipe.device,
             revision=recipe.revision,
-            row_bucket=recipe.rows,
-            lanes=1,
-            page_size=PAGE_SIZE,
-            num_pages=num_pages_for(lengths, len(self.slots), recipe.max_new_tokens, recipe.rows, PAGE_SIZE),
         )
         target = Target.load(recipe.target, config)
         target.model.catch_states(recipe.hidden_layers)

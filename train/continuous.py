@@ -1,25 +1,34 @@
 """Continuous decoding: prompts are prefilled once and forked, finished rows are replaced at once.
 
+Prompts are read a few ahead of the rows that will take them, packed into full prefill steps.
+
 Shape letters: R rows of a step, V vocabulary, K kept log-probabilities.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
 
 from foredraft.infer.paged_model import PagedModel
-from foredraft.infer.params import SamplingParams
+from foredraft.infer.params import EngineConfig, SamplingParams
 from foredraft.infer.sampler import CoupledSampler
 from foredraft.infer.step_plan import Row
 from foredraft.infer.target_states import to_bits
 from foredraft.kernels import dispatch
 from foredraft.kernels.coupled_sample_fast import top_columns
 from foredraft.kernels.draws import Draw
+
+PAGE_SIZE = 64  # tokens of a KV page
+READ_AHEAD = 8  # prompts read at once; a step of PREFILL_CHUNK rows holds one or two
+PREFILL_CHUNK = 128  # rows of a prefill step: on a CPU a row costs a quarter less than in one of 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +38,16 @@ class Job:
     key: tuple[int, int]  # of the caller
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Prompt:
+    """A prompt that the model has read, and its responses that wait for a row."""
+
+    seq: int
+    jobs: deque[Job]
+    logits_V: torch.Tensor
+    states: np.ndarray | None  # [n, S], where the model catches them
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -75,16 +94,35 @@ def num_pages_for(
         rows: decoded at once.
         page_size: tokens of a page.
     """
-    num_prompts = -(-rows // responses) + 1
+    num_prompts = -(-rows // responses) + READ_AHEAD
     prompt_pages = sorted((-(-length // page_size) for length in lengths), reverse=True)[:num_prompts]
-    return 1 + sum(prompt_pages) + rows * _own_pages(max_new_tokens, page_size)
+    return 1 + sum(prompt_pages) + rows * own_pages(max_new_tokens, page_size)
+
+
+def own_pages(max_new_tokens: int, page_size: int) -> int:
+    """Pages of a response beyond the prompt's full pages."""
+    return -(-max_new_tokens // page_size) + 1
+
+
+def continuous_config(
+    lengths: Iterable[int], responses: int, max_new_tokens: int, rows: int, **loading: Any
+) -> EngineConfig:
+    """How the target of a `ContinuousDecoder` is loaded; arguments of `num_pages_for` and of EngineConfig."""
+    return EngineConfig(
+        row_bucket=rows,
+        lanes=1,
+        prefill_chunk=PREFILL_CHUNK,
+        page_size=PAGE_SIZE,
+        num_pages=num_pages_for(lengths, responses, max_new_tokens, rows, PAGE_SIZE),
+        **loading,
+    )
 
 
 class ContinuousDecoder:
     """Decodes jobs in a full bucket of rows.
 
     Args:
-        model: with a row bucket of the wanted width and one lane a sequence.
+        model: loaded as `continuous_config` says.
         eos_ids: tokens that end a response.
         num_kept: K, log-probabilities kept per token.
     """
@@ -92,10 +130,7 @@ class ContinuousDecoder:
     def __init__(self, model: PagedModel, eos_ids: frozenset[int], num_kept: int) -> None:
         self.model, self.eos_ids, self.num_kept = model, eos_ids, num_kept
         self.active: list[Response] = []
-        self.prompt_seq: int | None = None
-        self.prompt_ids: tuple[int, ...] = ()
-        self.prompt_logits_V: torch.Tensor | None = None
-        self.prompt_states: np.ndarray | None = None
+        self.ready: deque[Prompt] = deque()
 
     @property
     def num_started(self) -> float:
@@ -108,8 +143,8 @@ class ContinuousDecoder:
         Raises:
             ValueError: a prompt and its response do not fit in the pool even alone.
         """
-        waiting = deque(jobs)
-        while waiting or self.active:
+        waiting = deque(list(same) for _, same in groupby(jobs, key=attrgetter("prompt_ids")))
+        while waiting or self.ready or self.active:
             completed = self._admit(waiting)
             if self.active:
                 rows = [Row(seq=response.seq, token=response.tokens[-1]) for response in self.active]
@@ -121,37 +156,73 @@ class ContinuousDecoder:
                 self.active = [response for response in self.active if not response.finish_reason]
             yield completed
 
-    def _admit(self, waiting: deque[Job]) -> list[Response]:
+    def _admit(self, waiting: deque[list[Job]]) -> list[Response]:
         """Start jobs while rows and pages are free; their first token comes from the prompt's logits."""
         completed: list[Response] = []
-        while waiting and len(self.active) < self.model.row_bucket:
-            if not self._has_room(waiting[0]):
-                if not self.active and self.prompt_seq is None:
-                    job = waiting[0]
-                    raise ValueError(
-                        f"a prompt of {len(job.prompt_ids)} tokens with {job.params.max_new_tokens} new ones "
-                        f"needs more than the {self.model.pool.num_pages - 1} KV pages of the pool"
-                    )
-                self._leave_prompt()
+        while len(self.active) < self.model.row_bucket:
+            if not self.ready and not self._read_ahead(waiting):
                 break
-            job = waiting.popleft()
-            self._enter_prompt(job.prompt_ids)
-            assert self.prompt_seq is not None and self.prompt_logits_V is not None
-            size = job.params.max_new_tokens
-            response = Response(
-                job=job,
-                seq=self.model.pool.fork(self.prompt_seq),
-                topk_ids=np.empty((size, self.num_kept), np.int32),
-                topk_logprobs=np.empty((size, self.num_kept), np.float16),
-                tail_mass=np.empty(size, np.float32),
-                states=[] if self.prompt_states is None else [self.prompt_states],
-            )
-            completed += self._record(self.prompt_logits_V[None], [response])
+            prompt = self.ready[0]
+            job = prompt.jobs[0]
+            needed = own_pages(job.params.max_new_tokens, self.model.pool.page_size)
+            if self._growth() + needed > self.model.pool.num_free_pages:
+                break
+            response = self._start(prompt.jobs.popleft(), prompt)
+            completed += self._record(prompt.logits_V[None], [response])
             if not response.finish_reason:
                 self.active.append(response)
-            if not waiting or waiting[0].prompt_ids != job.prompt_ids:
-                self._leave_prompt()
+            if not prompt.jobs:
+                self.model.pool.free(prompt.seq)
+                self.ready.popleft()
         return completed
+
+    def _start(self, job: Job, prompt: Prompt) -> Response:
+        size = job.params.max_new_tokens
+        return Response(
+            job=job,
+            seq=self.model.pool.fork(prompt.seq),
+            topk_ids=np.empty((size, self.num_kept), np.int32),
+            topk_logprobs=np.empty((size, self.num_kept), np.float16),
+            tail_mass=np.empty(size, np.float32),
+            states=[] if prompt.states is None else [prompt.states],
+        )
+
+    def _read_ahead(self, waiting: deque[list[Job]]) -> bool:
+        """Read the next prompts, as many as leave room for any of their responses; False if there is none.
+
+        Raises:
+            ValueError: the first one does not fit even alone.
+        """
+        pool, page_size = self.model.pool, self.model.pool.page_size
+        num_free, num_prompt_pages, most_own = pool.num_free_pages - self._growth(), 0, 0
+        chosen: list[list[Job]] = []
+        while waiting and len(chosen) < READ_AHEAD:
+            jobs = waiting[0]
+            num_prompt_pages += -(-len(jobs[0].prompt_ids) // page_size)
+            most_own = max(most_own, *(own_pages(job.params.max_new_tokens, page_size) for job in jobs))
+            if num_prompt_pages + most_own > num_free:
+                break
+            chosen.append(waiting.popleft())
+        if waiting and not chosen and not self.active:
+            job = waiting[0][0]
+            raise ValueError(
+                f"a prompt of {len(job.prompt_ids)} tokens with {job.params.max_new_tokens} new ones "
+                f"needs more than the {pool.num_pages - 1} KV pages of the pool"
+            )
+        if chosen:
+            self.ready.extend(self._read(chosen))
+        return bool(chosen)
+
+    def _read(self, groups: Sequence[list[Job]]) -> Iterator[Prompt]:
+        """Prompts that run through packed steps; each group's jobs are of one."""
+        runs = [(self.model.pool.begin(), group[0].prompt_ids) for group in groups]
+        logits_NV = self.model.prefill_packed(runs)
+        states: list[np.ndarray] | list[None] = [None] * len(runs)
+        if self.model.tap is not None:
+            ends = np.cumsum([len(prompt_ids) for _, prompt_ids in runs])
+            states = np.split(to_bits(self.model.take_states()), ends[:-1])
+        for (seq, _), group, logits_V, state in zip(runs, groups, logits_NV, states, strict=True):
+            yield Prompt(seq=seq, jobs=deque(group), logits_V=logits_V, states=state)
 
     def _record(self, logits_RV: torch.Tensor, responses: list[Response]) -> list[Response]:
         """Choose each row's token and keep its distribution; ends the responses that it completes."""
@@ -168,28 +239,9 @@ class ContinuousDecoder:
                 self.model.pool.free(response.seq)
         return [response for response in responses if response.finish_reason]
 
-    def _enter_prompt(self, prompt_ids: tuple[int, ...]) -> None:
-        if self.prompt_seq is not None and self.prompt_ids == prompt_ids:
-            return
-        self._leave_prompt()
-        self.prompt_seq, self.prompt_ids = self.model.pool.begin(), prompt_ids
-        self.prompt_logits_V = self.model.prefill(self.prompt_seq, list(prompt_ids))
-        if self.model.tap is not None:
-            self.prompt_states = to_bits(self.model.take_states())
-
-    def _leave_prompt(self) -> None:
-        if self.prompt_seq is not None:
-            self.model.pool.free(self.prompt_seq)
-        self.prompt_seq = self.prompt_logits_V = None
-
-    def _has_room(self, job: Job) -> bool:
-        """Whether the job can run to its end beside the active ones, however long these become."""
-        page_size = self.model.pool.page_size
-        growth = sum(self._pages_to_come(response) for response in self.active)
-        needed = _own_pages(job.params.max_new_tokens, page_size)
-        if self.prompt_seq is None or self.prompt_ids != job.prompt_ids:
-            needed += -(-len(job.prompt_ids) // page_size)
-        return growth + needed <= self.model.pool.num_free_pages
+    def _growth(self) -> int:
+        """Pages that the active responses may yet need, however long they become."""
+        return sum(self._pages_to_come(response) for response in self.active)
 
     def _pages_to_come(self, response: Response) -> int:
         page_size, job = self.model.pool.page_size, response.job
@@ -197,8 +249,3 @@ class ContinuousDecoder:
         final = -(-(len(job.prompt_ids) + job.params.max_new_tokens) // page_size)
         # the page that it shares with its prompt is copied by its first own token
         return final - held + (len(response.tokens) == 1)
-
-
-def _own_pages(max_new_tokens: int, page_size: int) -> int:
-    """Pages of a response beyond the prompt's full pages."""
-    return -(-max_new_tokens // page_size) + 1

@@ -26,7 +26,7 @@ from foredraft.infer.drafters import load_drafter
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import Target
 from foredraft.train.chain_rounds import ChainedResponse, ChainRounds, StatesOfRow
-from foredraft.train.continuous import num_pages_for
+from foredraft.train.continuous import PAGE_SIZE, num_pages_for
 from foredraft.train.given import Scorer
 from foredraft.train.log_recipe import OnPolicyRecipe
 from foredraft.train.log_rows import LogRow, read_rows
@@ -37,7 +37,6 @@ from foredraft.train.splits import part_of
 from foredraft.train.target_log import TargetLog
 
 FREE_KEYS = ("log", "drafter", "out", "rows", "threads", "device")
-PAGE_SIZE = 64
 MIN_FAN_OUT = 2  # candidates that are asked of the drafter; only the best is followed
 
 

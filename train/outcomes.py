@@ -27,7 +27,7 @@ from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.infer.paged_model import load_causal_lm
 from foredraft.infer.params import EngineConfig
 from foredraft.train.chain_rounds import ChainRounds, StatesOfRow
-from foredraft.train.continuous import num_pages_for
+from foredraft.train.continuous import PAGE_SIZE, num_pages_for
 from foredraft.train.log_rows import LogRow, read_rows
 from foredraft.train.logged_states import LoggedStates
 from foredraft.train.outcome_log import ROUND, OutcomeLog, OutcomeManifest
@@ -42,7 +42,6 @@ from foredraft.train.target_runner import TargetRunner
 # settings that change no record; log and drafter are compared by hash
 FREE_KEYS = ("log", "drafter", "out", "rows", "threads", "device")
 REPLAY_CHUNK = 256  # tokens that the drafter reads at once
-PAGE_SIZE = 64
 
 
 def main(argv: list[str] | None = None) -> int:

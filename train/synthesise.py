@@ -26,13 +26,12 @@ from foredraft.infer.config import read_config, run_command
 from foredraft.infer.identity import identify_target, sha256_of_json
 from foredraft.infer.params import EngineConfig
 from foredraft.infer.target import Target, load_tokenizer
-from foredraft.train.continuous import ContinuousDecoder, Job, Response, num_pages_for
+from foredraft.train.continuous import ContinuousDecoder, Job, Response, continuous_config
 from foredraft.train.log_recipe import SynthesisRecipe
 from foredraft.train.processes import join_processes
 from foredraft.train.progress import ProgressReport
 
 MARK = "\x1fMARK\x1f"  # stands where the turn goes on; no template and no tokenizer changes it
-PAGE_SIZE = 64
 FREE_KEYS = ("target", "revision", "openings", "out", "rows", "threads", "device", "prompts_per_part")
 
 
@@ -198,15 +197,14 @@ class Synthesis:
         """Draw the turns of some parts; a part is written as soon as its last one is complete."""
         recipe = self.recipe
         lengths = [len(turn.token_ids) for turn, _ in self.slots]
-        pages = num_pages_for(lengths, 1, recipe.max_new_tokens, recipe.rows, PAGE_SIZE)
-        config = EngineConfig(
+        config = continuous_config(
+            lengths,
+            1,
+            recipe.max_new_tokens,
+            recipe.rows,
             dtype=recipe.dtype,
             device=recipe.device,
             revision=recipe.revision,
-            row_bucket=recipe.rows,
-            lanes=1,
-            page_size=PAGE_SIZE,
-            num_pages=pages,
         )
         target = Target.load(recipe.target, config)
         end_ids = target.eos_ids | {turn.end_id for turn, _ in self.slots}
