@@ -275,7 +275,7 @@ def bench_collection(arguments: argparse.Namespace) -> dict[str, Any]:
     """Response tokens a second of our decoder and of `generate`, on prompts of mixed lengths."""
     rows, longest = arguments.rows, arguments.new_tokens
     generator = np.random.default_rng(1)
-    prompts = [generator.integers(10, 500, size=generator.integers(8, 128)).tolist() for _ in range(2 * rows)]
+    prompts = [generator.integers(10, 500, size=generator.integers(8, 128)).tolist() for _ in range(4 * rows)]
     # responses end where they like; here at lengths drawn beforehand, the same for both
     lengths_PJ = generator.integers(longest // 8, longest + 1, size=(len(prompts), len(TEMPERATURES)))
     config = continuous_config(map(len, prompts), len(TEMPERATURES), longest, rows, dtype=arguments.dtype)
@@ -283,7 +283,7 @@ def bench_collection(arguments: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, arguments.dtype)
     reference = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).eval()
 
-    def ours() -> None:
+    def ours(num_prompts: int) -> None:
         jobs = [
             Job(
                 key=(index, choice),
@@ -295,16 +295,16 @@ def bench_collection(arguments: argparse.Namespace) -> dict[str, Any]:
                     seed=index,
                 ),
             )
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(prompts[:num_prompts])
             for choice, temperature in enumerate(TEMPERATURES)
         ]
         for _ in ContinuousDecoder(model, frozenset(), NUM_KEPT).run(jobs):
             pass
 
-    def theirs() -> None:
+    def theirs(num_prompts: int) -> None:
         for choice, temperature in enumerate(TEMPERATURES):
-            for start in range(0, len(prompts), rows):
-                batch = prompts[start : start + rows]
+            for start in range(0, num_prompts, rows):
+                batch = prompts[start : min(start + rows, num_prompts)]
                 width = max(map(len, batch))
                 ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
                 mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
@@ -321,7 +321,12 @@ def bench_collection(arguments: argparse.Namespace) -> dict[str, Any]:
                     **sampling,
                 )
 
-    seconds = interleaved({"foredraft": ours, "generate": theirs}, max(1, arguments.repeats // 2))
+    decoders = {"foredraft": ours, "generate": theirs}
+    seconds = interleaved(
+        {name: partial(run, len(prompts)) for name, run in decoders.items()},
+        max(1, arguments.repeats // 2),
+        warm_up={name: partial(run, 2) for name, run in decoders.items()},
+    )
     num_tokens = int(lengths_PJ.sum())
     return {
         "responses": lengths_PJ.size,
@@ -333,15 +338,18 @@ def bench_collection(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def interleaved(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, after one warm-up of all."""
+def interleaved(
+    runs: dict[str, Callable[[], None]], repeats: int, warm_up: dict[str, Callable[[], None]] | None = None
+) -> dict[str, float]:
+    """Median seconds of each run, in turns; before them the warm-ups, by default the runs themselves."""
+    for run in (warm_up or runs).values():
+        run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         for name, run in runs.items():
             started = time.perf_counter()
             run()
-            if repeat:
-                seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
