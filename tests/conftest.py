@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +50,10 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMOLLM2 = REPOSITORY / "models" / "SmolLM2-135M-Instruct"
+
+# a shell that starts the tests in the background has it ignored, and all their processes would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -301,6 +306,27 @@ def write_recipe(tmp_path: Path) -> Callable[[Any], Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def launch_on_cpus() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`accelerate launch` of so many processes of a command line, at a free port; it has to succeed."""
+
+    def launch(num_processes: int, *command: str) -> subprocess.CompletedProcess[str]:
+        flags = ["--multi_gpu"] if num_processes > 1 else []
+        accelerate = [sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port", "0"]
+        result = subprocess.run(
+            [*accelerate, "--num_processes", str(num_processes), *command],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        return result
+
+    return launch
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -156,7 +154,9 @@ def test_an_interruption_keeps_finished_shards(
     assert TargetLog.open(recipe.out).num_tokens > 0
 
 
-def test_two_processes_write_the_same_log(recipe: LogRecipe, tmp_path: Path) -> None:
+def test_two_processes_write_the_same_log(
+    recipe: LogRecipe, tmp_path: Path, launch_on_cpus: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     path = tmp_path / "recipe.yaml"
     groups = [
         {"responses": 1, "temperature": 0.0},
@@ -165,13 +165,7 @@ def test_two_processes_write_the_same_log(recipe: LogRecipe, tmp_path: Path) -> 
     ]
     settings = {name: getattr(recipe, name) for name in recipe.__slots__}
     path.write_text(json.dumps({**settings, "groups": groups, "out": str(tmp_path / "two"), "threads": 1}))
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command = [*accelerate, "-m", "foredraft.train.collect", "--config", str(path)]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    result = launch_on_cpus(2, "-m", "foredraft.train.collect", "--config", str(path))
     assert "3 of 3 shards made now by 2 processes" in result.stderr
     assert same_rows(TargetLog.open(tmp_path / "two"), collect(recipe, "recipe"))
 

@@ -6,9 +6,7 @@ The first two stages on two processes are in test_collect.py and test_drafter_tr
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from foredraft.infer.predictor import read_predictor_card
 from foredraft.train.outcome_log import OutcomeLog
 
 ArgvOf = Callable[..., list[str]]
+Launch = Callable[..., subprocess.CompletedProcess[str]]
 # the predictor says nothing of processes: the second one is to be there, and to write nothing
 COUNTED = (
     "import sys; from accelerate import PartialState; from foredraft.train import predictor; "
@@ -25,21 +24,6 @@ COUNTED = (
     "predictor.write = lambda *given: (print('written by', PartialState().process_index, 'of', "
     "PartialState().num_processes), write(*given)); sys.exit(predictor.main(sys.argv[1:]))"
 )
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program on CPUs."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result
-
-
-def launch(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a program on two processes."""
-    return run("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", *command)
 
 
 @pytest.fixture
@@ -55,7 +39,11 @@ def assert_same_predictor(assert_same_weights: Callable[[Path, Path], None]) -> 
 
 @pytest.mark.slow
 def test_a_chain_of_commands_makes_the_predictor_of_one_process(
-    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path, assert_same_predictor: Callable[[Path, Path], None]
+    undisturbed: Path,
+    argv_of: ArgvOf,
+    tmp_path: Path,
+    launch_on_cpus: Launch,
+    assert_same_predictor: Callable[[Path, Path], None],
 ) -> None:
     log, drafter, outcomes = (tmp_path / name for name in ("log", "drafter", "outcomes"))
     for argv in (
@@ -64,7 +52,7 @@ def test_a_chain_of_commands_makes_the_predictor_of_one_process(
         argv_of("outcomes", outcomes, log=log, drafter=drafter),
         argv_of("predictor", tmp_path / "predictor", outcomes=outcomes),
     ):
-        run("-m", "foredraft.infer.cli", *argv)
+        launch_on_cpus(1, "-m", "foredraft.infer.cli", *argv)
     card = read_predictor_card(tmp_path / "predictor")
     assert card.drafter_sha256 == json.loads((outcomes / "manifest.json").read_text())["drafter_sha256"]
     assert min(card.calibration["prompts"].values()) > 1
@@ -75,20 +63,25 @@ def test_outcomes_of_two_processes_are_those_of_one(
     undisturbed: Path,
     argv_of: ArgvOf,
     tmp_path: Path,
+    launch_on_cpus: Launch,
     assert_same_records: Callable[[OutcomeLog, OutcomeLog], None],
 ) -> None:
     _, *flags = argv_of("outcomes", tmp_path / "two")
-    result = launch("-m", "foredraft.train.outcomes", *flags)
+    result = launch_on_cpus(2, "-m", "foredraft.train.outcomes", *flags)
     assert "12 of 12 shards made now by 2 processes" in result.stderr
     assert_same_records(OutcomeLog.open(undisturbed / "outcomes"), OutcomeLog.open(tmp_path / "two"))
 
 
 def test_a_predictor_of_two_processes_is_that_of_one(
-    undisturbed: Path, argv_of: ArgvOf, tmp_path: Path, assert_same_predictor: Callable[[Path, Path], None]
+    undisturbed: Path,
+    argv_of: ArgvOf,
+    tmp_path: Path,
+    launch_on_cpus: Launch,
+    assert_same_predictor: Callable[[Path, Path], None],
 ) -> None:
     _, *flags = argv_of("predictor", tmp_path / "two")
     (tmp_path / "counted.py").write_text(COUNTED)
-    result = launch(str(tmp_path / "counted.py"), *flags)
+    result = launch_on_cpus(2, str(tmp_path / "counted.py"), *flags)
     assert result.stdout.count("written by") == 1
     assert "written by 0 of 2" in result.stdout
     assert_same_predictor(tmp_path / "two", undisturbed / "predictor")
