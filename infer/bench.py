@@ -41,7 +41,8 @@ from foredraft.infer.flags import (
 )
 from foredraft.infer.hub import local_folder
 from foredraft.infer.identity import identify_target, read_sha256
-from foredraft.infer.params import MODES, EngineConfig, ExpandPolicy, SamplingParams, num_cores
+from foredraft.infer.machine import num_cores, processor_name
+from foredraft.infer.params import MODES, EngineConfig, ExpandPolicy, SamplingParams
 from foredraft.infer.prompts import Prompt, draw_seed, encode_all, line_seed, read_prompts
 
 if TYPE_CHECKING:
@@ -220,6 +221,7 @@ def describe(engine: Engine, config: EngineConfig) -> dict[str, Any]:
         "dtype": str(engine.target.model.model.dtype).removeprefix("torch."),
         "threads": engine.num_threads,
         "cores": num_cores(),
+        "processor": processor_name(),
         "machine": platform.platform(),
         "versions": {"python": platform.python_version(), **dict(package_versions(PACKAGES))},
         "engine": dataclasses.asdict(config),
@@ -273,7 +275,7 @@ def print_table(report: dict[str, Any], config: EngineConfig) -> None:
     print(
         f"block: {spec.block} of {spec.block_nodes} guesses; F = {spec.fan_out}; B = {budget}; k = {spec.k};"
         f" lockstep {spec.lockstep or 'off'}; on miss: {spec.on_miss}; seed {report['seed']};"
-        f" {report['threads']} of {report['cores']} cores for the target"
+        f" {report['threads']} of {report['cores']} cores for the target; {report['processor']}"
     )
     for arm, outputs in report["identical_outputs"].items():
         for divergence in outputs["first_divergences"]:

@@ -23,6 +23,7 @@ import torch
 from foredraft.infer.belonging import check_drafter_of, check_predictor_of
 from foredraft.infer.drafter_card import StateNeeds
 from foredraft.infer.guessers import EMPTY_BLOCK, Guess, Guesser, PlainGuesser, SyncGuesser
+from foredraft.infer.machine import num_cores
 from foredraft.infer.params import (
     MODES,
     EngineConfig,
@@ -30,7 +31,6 @@ from foredraft.infer.params import (
     Mode,
     SamplingParams,
     SpeculationParams,
-    num_cores,
 )
 from foredraft.infer.planner import FLAT, BlockPlanner
 from foredraft.infer.prompts import Message, Prompt, draw_seed, encode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -26,11 +25,6 @@ def require_choice(choices: Any, name: str, found: object) -> None:
     """Raise a ValueError unless `found` is one of a Literal type's values."""
     values = get_args(choices)
     require(found in values, name, f"one of {', '.join(values)}", found)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from foredraft.infer.config import read_config
+from foredraft.infer.machine import processor_name
 from foredraft.infer.paged_model import PagedModel
 from foredraft.infer.params import SamplingParams
 from foredraft.train.batches import Batch, collate
@@ -356,7 +356,7 @@ def interleaved(
 def machine(threads: int) -> dict[str, Any]:
     """Where it ran."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": threads,
         "torch": torch.__version__,

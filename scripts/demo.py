@@ -167,7 +167,8 @@ def circumstances(report: dict[str, Any], card: dict[str, Any], record: dict[str
         f"budget: {spec['budget'] or 'until the outcome arrives'}; k = {spec['k']}; "
         f"on a miss: {spec['on_miss']}.\n"
         f"{report['num_prompts']} held-out prompts, at most {max_tokens} new tokens each; "
-        f"{report['dtype']}, {report['cores']} cores, {report['threads']} of them for the target.\n"
+        f"{report['dtype']}, {report['processor']}, {report['cores']} cores, {report['threads']} of them "
+        "for the target.\n"
         f"Drafter trained on {card['training']['tokens']:,} response tokens. Stages: {seconds}."
     )
 

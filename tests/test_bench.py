@@ -137,6 +137,7 @@ def test_json_layout(engine: FakeEngine, prompt_file: str, capsys: pytest.Captur
     assert found["weights_sha256"] == {"target": "abc"}
     assert found["dtype"] == "bfloat16"
     assert found["cores"] >= found["threads"] == 1
+    assert found["processor"]
     assert found["versions"]["torch"]
     assert (found["num_prompts"], found["repeats"], found["seed"]) == (3, 3, 10)
 

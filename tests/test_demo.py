@@ -58,6 +58,7 @@ def report(num_prompts: int = 3) -> dict[str, Any]:
         "sampling": {"max_new_tokens": 128},
         "dtype": "bfloat16",
         "cores": 2,
+        "processor": "Abacus",
         "threads": 1,
     }
 
