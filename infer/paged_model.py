@@ -127,9 +127,8 @@ class PagedModel(PagedSteps):
         logits_EV, first = [], 0
         for plan in self.plan_packed_prefill(runs):
             in_step = ends[(ends > first) & (ends <= first + plan.num_rows)] - first - 1
-            # as many at every step where steps are captured; a head over no rows is an edge of models
-            num_kept = len(plan.num_shared) if self.is_static else max(1, len(in_step))
-            kept = [*in_step.tolist(), *[plan.num_rows - 1] * (num_kept - len(in_step))]
+            # the head has as many rows in every step: bits do not depend on who is packed together
+            kept = [*in_step.tolist(), *[plan.num_rows - 1] * (self.prefill_places - len(in_step))]
             logits_KV = self.run(plan, self.pool.drain_moves(), keep_rows=kept)
             logits_EV.append(logits_KV[: len(in_step)])
             self.num_prefill_chunks += 1

@@ -29,7 +29,7 @@ from foredraft.infer.step_plan import (
 from foredraft.kernels.tree_batch import TreeBatch
 
 DEFAULT_CONTEXT = 16384  # positions that the default pool holds at most
-SHORT_PIECE = 16  # tokens: a captured prefill step has places for so short pieces and not for more of them
+SHORT_PIECE = 16  # tokens: a prefill step has places for so short pieces, and not for more of them
 
 
 class PagedSteps:
@@ -68,8 +68,9 @@ class PagedSteps:
         num_sequences = config.row_bucket if self.is_static else 0
         lanes = config.lanes or config.row_bucket
         self.step_shape = StepShape(config.row_bucket, lanes, num_sequences=num_sequences, **sizes)
-        num_places = config.prefill_chunk // SHORT_PIECE if self.is_static else 0
-        self.prefill_shape = StepShape(config.prefill_chunk, SPLIT, num_sequences=num_places, **sizes)
+        self.prefill_places = config.prefill_chunk // SHORT_PIECE
+        num_sequences = self.prefill_places if self.is_static else 0
+        self.prefill_shape = StepShape(config.prefill_chunk, SPLIT, num_sequences=num_sequences, **sizes)
 
     @property
     def max_tokens(self) -> int:
@@ -102,14 +103,13 @@ class PagedSteps:
         Args:
             runs: (sequence, its next tokens).
         """
-        num_places = self.prefill_shape.num_sequences or self.prefill_chunk
         waiting = deque(
             piece for seq, ids in runs for piece in cut_pieces(seq, self.pool.num_committed(seq), ids)
         )
         while waiting:
             pieces: list[Piece] = []
             room = self.prefill_chunk
-            while waiting and room and len(pieces) < num_places:
+            while waiting and room and len(pieces) < self.prefill_places:
                 seq, start, token_ids = waiting.popleft()
                 if len(token_ids) > room:
                     waiting.appendleft(Piece(seq, start + room, token_ids[room:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ def alone(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
-@pytest.mark.parametrize("num_places", [0, 2], ids=["any", "two-places"])
+@pytest.mark.parametrize("num_places", [8, 2])
 def test_a_packed_prefill_equals_transformers_on_each_prompt(
     family: type, config: object, num_places: int, tmp_path: Path
 ) -> None:
@@ -79,7 +78,7 @@ def test_a_packed_prefill_equals_transformers_on_each_prompt(
     reference = family(config).eval()
     reference.save_pretrained(tmp_path)
     model = PagedModel.load(str(tmp_path), EngineConfig(num_pages=32, prefill_chunk=128))
-    model.prefill_shape = replace(model.prefill_shape, num_sequences=num_places)
+    model.prefill_places = num_places
     prompts = [random_tokens(count, seed=count) for count in (150, 64, 3, 1, 90)]
     runs = [(model.pool.begin(), prompt) for prompt in prompts]
     model.prefill(runs[0][0], prompts[0][:40])
@@ -88,7 +87,7 @@ def test_a_packed_prefill_equals_transformers_on_each_prompt(
     logits_NV = model.prefill_packed(runs)
     expected_NV = torch.stack([alone(reference, prompt) for prompt in prompts])
     torch.testing.assert_close(logits_NV, expected_NV, atol=2e-5, rtol=0)
-    if not num_places:
+    if num_places == 8:
         assert model.num_prefill_chunks - before == -(-(110 + 64 + 3 + 1 + 90) // 128), "every step is full"
 
 
@@ -135,6 +134,24 @@ def test_kept_descendants_need_no_second_forward(tiny_target: Path) -> None:
     model.pool.commit(tree, nodes[:1], keep=nodes[1:])
     (leaf,) = model.pool.append(tree, [nodes[2]]).nodes
     assert torch.equal(model.step([Row(tree, tokens[63], leaf)])[0], expected[3])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_has_the_same_bits_whoever_is_packed_with_it(tiny_target: Path, dtype: str) -> None:
+    model = PagedModel.load(str(tiny_target), EngineConfig(num_pages=64, prefill_chunk=128, dtype=dtype))
+    prompts = [random_tokens(count, seed=count) for count in (70, 5, 33, 64, 1, 100, 17)]
+
+    def prefilled(chosen: list[int]) -> dict[int, torch.Tensor]:
+        runs = [(model.pool.begin(), prompts[index]) for index in chosen]
+        found = dict(zip(chosen, model.prefill_packed(runs), strict=True))
+        for seq, _ in runs:
+            model.pool.free(seq)
+        return found
+
+    together = prefilled(list(range(len(prompts))))
+    for others in ([3], [4, 1], [6, 0, 5], [2, 5, 1, 0]):
+        for index, logits_V in prefilled(others).items():
+            assert torch.equal(logits_V, together[index])
 
 
 def test_forks_share_a_prefix_and_diverge(tiny_target: Path) -> None:
