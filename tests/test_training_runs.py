@@ -159,11 +159,11 @@ def test_sigterm_saves_and_the_same_command_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "train_step", terminated)
-        train_drafter(recipe, "x")
+        assert not train_drafter(recipe, "x")
     assert "stopped after step 4; the same command goes on from there" in capsys.readouterr().err
     assert not Path(recipe.out).exists()
     assert checkpoints_of(recipe) == ["checkpoint-000004"]
-    train_drafter(recipe, "x")
+    assert train_drafter(recipe, "x")
     assert_bitwise_equal(weights_of(straight), weights_of(recipe))
 
 

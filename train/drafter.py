@@ -10,6 +10,7 @@ is complete.
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -45,23 +46,26 @@ FREE_KEYS = (
     *("log", "target", "revision", "out", "overwrite"),
     *("wandb", "wandb_project", "tensorboard", "log_every", "save_every", "threads", "gate_prompts"),
 )
+TERMINATED = 128 + signal.SIGTERM  # exit code, as a shell tells of a command that SIGTERM ended
 MAX_TAIL_MASS = 0.75  # mean share of the teacher's mass that a log may leave out
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of `foredraft train-drafter`; returns the exit code."""
     recipe, resolved = read_config(DrafterRecipe, sys.argv[1:] if argv is None else argv, "train-drafter")
-    train_drafter(recipe, resolved)
-    return 0
+    return 0 if train_drafter(recipe, resolved) else TERMINATED
 
 
-def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = None) -> None:
+def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = None) -> bool:
     """Train the drafter of a recipe and write it, or find that this has been done.
 
     Args:
         recipe: of the drafter.
         resolved: the recipe as text, saved beside the result.
         stop_at: leave after so many updates, with a checkpoint and without a drafter (for tests).
+
+    Returns:
+        Whether the drafter is there; False where the run was stopped before its end, by SIGTERM or `stop_at`.
 
     Raises:
         ValueError: a log that is incomplete, empty or of another target; an `out` that holds something else;
@@ -74,7 +78,7 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
     fingerprint = _fingerprint_of(recipe, logs)
     if _is_done(recipe, fingerprint):
         accelerator.print(f"drafter {recipe.out}: complete already", file=sys.stderr)
-        return
+        return True
     tokenizer = load_tokenizer(recipe.target, EngineConfig(revision=recipe.revision))
     _check_target(recipe, logs, tokenizer)
     rows = _usable_rows((row for log in logs for row in log.rows() if is_own(row, recipe)), recipe)
@@ -85,7 +89,7 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
         if accelerator.is_main_process:
             artifact.write_ngram(rows)
         accelerator.wait_for_everyone()
-        return
+        return True
     _check_losses(recipe, rows)
     torch.manual_seed(recipe.seed)
     network = build_network(recipe, _draft_vocab(recipe, tokenizer, rows))
@@ -95,13 +99,15 @@ def train_drafter(recipe: DrafterRecipe, resolved: str, stop_at: int | None = No
     data = TrainingData(rows, heldout, states)
     trainer = Trainer(recipe, network, data, work, fingerprint, accelerator)
     trainer.run(stop_at)
-    if trainer.state.step == trainer.num_steps:
+    is_complete = trainer.state.step == trainer.num_steps
+    if is_complete:
         network = trainer.whole_module()
         if accelerator.is_main_process:
             artifact.write_trained(trainer, network)
             shutil.rmtree(work)
         accelerator.wait_for_everyone()
     accelerator.end_training()
+    return is_complete
 
 
 def start_accelerator(recipe: DrafterRecipe) -> Accelerator:
