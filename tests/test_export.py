@@ -260,8 +260,10 @@ def test_a_predictor_goes_along_with_its_own_card(
     assert (metadata["base_model"], metadata["library_name"]) == (recipe.name, "foredraft")
     heldout = json.loads(found["config.json"])["calibration"]["heldout"]
     losses = heldout["log_loss"]
-    names = ("constant", "depth", "confidence", "predictor")
-    assert f"| {' | '.join(f'{losses[name]:.3f}' for name in names)} |" in card
+    names = ("constant", "depth", "entropy", "confidence", "predictor")
+    assert f"| cross-entropy | {' | '.join(f'{losses[name]:.3f}' for name in names)} |" in card
+    areas = " | ".join(f"{heldout['auroc'][name]:.3f}" for name in names[2:])
+    assert f"| area under ROC | - | - | {areas} |" in card
     assert f"| S_1 | {heldout['ece']['S_1']:.3f} |" in card
     rates = heldout["hit_rate"]["0"]["8"]
     policies = ("uniform", "geometric", "confidence", "predictor", "oracle")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foredraft.infer.drafters import Candidates
-from foredraft.infer.features import FEATURES, NodeContexts, node_features
+from foredraft.infer.features import FEATURES, NODE_FEATURES, NodeContexts, node_features
 from foredraft.infer.identity import TargetIdentity
 from foredraft.infer.outcome_records import UNKNOWN, OutcomeRecords
 from foredraft.infer.predictor import (
@@ -24,8 +24,10 @@ from foredraft.infer.predictor import (
 from foredraft.train.allocation import Rounds
 from foredraft.train.outcome_log import OutcomeLog, OutcomeManifest
 from foredraft.train.predictor import train_predictor
-from foredraft.train.predictor_fit import Examples, calibrate, fit, loss_of, split_prompts
+from foredraft.train.predictor_fit import Examples, calibrate, check_records, fit, loss_of, split_prompts
 from foredraft.train.predictor_report import (
+    acceptance_by_entropy,
+    area_under_roc,
     expected_calibration_error,
     frequencies,
     gain,
@@ -158,7 +160,9 @@ def test_the_report_tells_the_gain(
     labelled = rounds.records.select(rounds.records.is_labelled_N)
     figures = report_heldout(trained, reserved, labelled, rounds, (4, 8))
     assert figures["log_loss"]["predictor"] < figures["log_loss"]["confidence"]
+    assert figures["log_loss"]["predictor"] < figures["log_loss"]["entropy"] < figures["log_loss"]["constant"]
     assert figures["log_loss"]["depth"] <= figures["log_loss"]["constant"] + 1e-3
+    assert 0.5 < figures["auroc"]["entropy"] < figures["auroc"]["predictor"] < 1.0
     assert all(figures["ece"][name] < 0.03 for name in ("S_1", "S_2", "S_3"))
     assert figures["ece_confidence"]["S_1"] > 0.05
     for temperature in ("0", "1", "all"):
@@ -182,6 +186,50 @@ def test_calibration_undoes_a_wrong_scale_by_temperature(
     assert sharp.scale_B[0] == 1.0, "no record of T = 0 was seen"
     assert float(sharp.scale_B[1]) < 0.4
     assert loss_of(sharp, Examples.of(reserved)) < untouched - 0.1
+
+
+def test_the_area_under_roc_is_the_share_of_pairs_in_order() -> None:
+    rng = np.random.default_rng(3)
+    is_true_N, scores_N = rng.random(60) < 0.3, rng.integers(0, 9, 60) / 8
+    true_P, false_Q = scores_N[is_true_N, None], scores_N[~is_true_N]
+    expected = ((true_P > false_Q) + 0.5 * (true_P == false_Q)).mean()
+    assert area_under_roc(scores_N, is_true_N) == pytest.approx(expected)
+
+
+def test_acceptance_follows_entropy_as_drawn(reserved: OutcomeRecords) -> None:
+    rng = np.random.default_rng(4)
+    entropy_N = reserved.features_NK[:, NODE_FEATURES.index("entropy")]
+    probs_N = 1 / (1 + np.exp(2.0 * entropy_N - 1.5))
+    drawn = replace(reserved, labels_N=(rng.random(len(reserved)) > probs_N).astype(np.int32))
+    assert acceptance_by_entropy(drawn, reserved) == pytest.approx(probs_N, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("features_NK", np.nan, r"1 of \d+ outcome records.*'reserved'.*no numbers.*position 9 of request"),
+        ("scores_NF", np.nan, r"1 of \d+ .*no numbers"),
+        ("labels_N", 0, r"all \d+ outcome records.*one label \(always candidate 0\)"),
+        ("labels_N", 16, r"one label \(no candidate is ever right\)"),
+    ],
+)
+def test_records_that_teach_nothing_are_refused(
+    reserved: OutcomeRecords, name: str, value: float, message: str
+) -> None:
+    check_records(reserved, "reserved")
+    spoilt = getattr(reserved, name).copy()
+    if name == "labels_N":
+        spoilt[:] = value
+    else:
+        spoilt[7, 1] = value
+    changes = {name: spoilt, "anchor_N": np.full(len(reserved), 8, np.int32), "depth_N": 0 * reserved.depth_N}
+    with pytest.raises(ValueError, match=message):
+        check_records(replace(reserved, **changes), "reserved")
+
+
+def test_too_few_records_say_how_many_are_needed(reserved: OutcomeRecords) -> None:
+    with pytest.raises(ValueError, match=r"part 'reserved' has 199 outcome records, at least 200 are needed"):
+        check_records(reserved.select(np.arange(199)), "reserved")
 
 
 def test_parts_share_no_prompt(reserved: OutcomeRecords) -> None:

@@ -32,7 +32,7 @@ from foredraft.infer.predictor import (
 from foredraft.train import predictor_report
 from foredraft.train.allocation import Rounds
 from foredraft.train.outcome_log import OutcomeLog
-from foredraft.train.predictor_fit import TooFewPrompts, calibrate, fit, split_prompts
+from foredraft.train.predictor_fit import TooFewPrompts, calibrate, check_records, fit, split_prompts
 from foredraft.train.processes import join_processes
 from foredraft.train.progress import ProgressReport
 from foredraft.train.provenance import git_commit, versions
@@ -95,6 +95,8 @@ def is_done(recipe: PredictorRecipe, fingerprint: str) -> bool:
 def write(recipe: PredictorRecipe, log: OutcomeLog, resolved: str) -> None:
     """Fit, calibrate, measure, and write the folder."""
     reserved, heldout, rounds = log.records("reserved"), log.records("heldout"), log.rounds()
+    check_records(reserved, "reserved")
+    check_records(heldout, "heldout")
     fitted, calibration = split_prompts(reserved, recipe.calibration_fraction, "calibration")
     chains, started = Rounds.of(rounds, log.manifest.k), time.monotonic()
     with ProgressReport("predictor: epochs", recipe.epochs) as report:

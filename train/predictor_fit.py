@@ -18,6 +18,7 @@ from foredraft.infer.predictor import OutcomePredictor, rescale
 from foredraft.train.recipe import PredictorRecipe
 from foredraft.train.splits import fraction_of
 
+MIN_RECORDS = 200  # of a part, to be fitted or measured
 VALIDATION_FRACTION = 0.15  # of the fitted prompts: they only tell when to stop
 
 
@@ -58,6 +59,35 @@ class Examples:
     def take(self, chosen: torch.Tensor) -> Examples:
         """Examples by index."""
         return Examples(*(getattr(self, name)[chosen] for name in Examples.__slots__))
+
+
+def check_records(records: OutcomeRecords, part: str) -> None:
+    """See that something can be learned from labelled records.
+
+    Raises:
+        ValueError: too few, features or scores that are no numbers, or one label everywhere.
+    """
+    if len(records) < MIN_RECORDS:
+        raise ValueError(
+            f"part {part!r} has {len(records)} outcome records, at least {MIN_RECORDS} are needed: log more "
+            "prompts, or reserve or hold out more of them"
+        )
+    is_bad_N = ~np.isfinite(records.features_NK).all(1) | np.isnan(records.scores_NF).any(1)
+    if is_bad_N.any():
+        first = records.select(np.flatnonzero(is_bad_N)[:1])
+        raise ValueError(
+            f"{is_bad_N.sum()} of {len(records)} outcome records of part {part!r} have features or scores "
+            f"that are no numbers, the first at position {first.position_N[0]} of request "
+            f"{first.request_id_N[0][:12]}: the drafter's logits are not finite; run `foredraft outcomes` "
+            "again with --dtype float32"
+        )
+    if (records.labels_N == records.labels_N[0]).all():
+        label = records.labels_N[0]
+        meaning = "no candidate is ever right" if label == records.fan_out else f"always candidate {label}"
+        raise ValueError(
+            f"all {len(records)} outcome records of part {part!r} have one label ({meaning}): there is "
+            "nothing to learn; check that drafter and log belong together"
+        )
 
 
 def split_prompts(

@@ -2,7 +2,8 @@
 
     heldout:
       records, rounds, prompts, k, fan_out
-      log_loss: {constant, depth, confidence, predictor}         nats a record
+      log_loss: {constant, depth, entropy, confidence, predictor}     nats a record
+      auroc:    {entropy, confidence, predictor}                 of "the best candidate is right"
       ece:      {S_1, S_2, S_3}                                  of the predictor, NUM_BINS bins of equal mass
       ece_confidence, brier, brier_confidence: the same keys
       hit_rate: {T: {B: {uniform, geometric, confidence, predictor, oracle}}}     T a temperature or "all"
@@ -12,8 +13,9 @@
     prompts: {fit, calibration}, records: {fit, calibration}
     learning_curve: [{records, prompts, log_loss, ece_S_1, gain: {T: {B: ...}}}]      empty if not asked for
 
-Constant and depth frequencies come from the records of the fit. Intervals are 95 % of a paired bootstrap over
-prompts.
+Constant and depth frequencies come from the records of the fit, and so does `entropy`: acceptance by a
+logistic function of the drafter's entropy (what SVIP, arXiv 2411.18462, stops drafting by), other labels by
+frequency. Intervals are 95 % of a paired bootstrap over prompts.
 
 Shape letters: N records, M rounds, D = k + 1 depths, F candidates, P prompts.
 """
@@ -27,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from foredraft.infer.features import NODE_FEATURES
 from foredraft.infer.outcome_records import OutcomeRecords
 from foredraft.infer.predictor import OutcomePredictor
 from foredraft.train.allocation import (
@@ -43,6 +46,8 @@ from foredraft.train.predictor_fit import Examples, loss_of
 NUM_BINS = 10
 SURVIVALS = (1, 2, 3)
 NUM_RESAMPLES = 1000
+NEWTON_STEPS = 25
+RIDGE = 1e-3
 ALL = "all"
 
 
@@ -83,6 +88,7 @@ def report_heldout(
         "k": k,
         "fan_out": heldout.fan_out,
         "log_loss": log_losses(predictor, fitted, heldout),
+        "auroc": discrimination(predictor, fitted, heldout),
         "ece": calibration_errors(rounds, probs["predictor"]),
         "ece_confidence": calibration_errors(rounds, probs["confidence"]),
         "brier": brier_scores(rounds, probs["predictor"]),
@@ -123,7 +129,7 @@ def predictions(predictor: OutcomePredictor, rounds: Rounds) -> np.ndarray:
 def log_losses(
     predictor: OutcomePredictor, fitted: OutcomeRecords, heldout: OutcomeRecords
 ) -> dict[str, float]:
-    """Mean cross-entropy of the labels under four models."""
+    """Mean cross-entropy of the labels under five models."""
     examples = Examples.of(heldout)
     labels_N, num_classes = heldout.labels_N, heldout.fan_out + 1
     depths = range(1 + max(fitted.depth_N.max(), heldout.depth_N.max()))
@@ -131,12 +137,64 @@ def log_losses(
         [frequencies(fitted.labels_N[fitted.depth_N == depth], num_classes) for depth in depths]
     )
     constant = frequencies(fitted.labels_N, num_classes)
+    rejected = frequencies(fitted.labels_N[fitted.labels_N > 0] - 1, num_classes - 1)
+    accepted_N = acceptance_by_entropy(fitted, heldout)
+    by_entropy_N = np.where(
+        labels_N == 0, accepted_N, (1.0 - accepted_N) * rejected[np.maximum(labels_N - 1, 0)]
+    )
     return {
         "constant": float(-np.log(constant[labels_N]).mean()),
         "depth": float(-np.log(by_depth[heldout.depth_N, labels_N]).mean()),
+        "entropy": float(-np.log(by_entropy_N).mean()),
         "confidence": loss_of(OutcomePredictor(), examples),
         "predictor": loss_of(predictor, examples),
     }
+
+
+def acceptance_by_entropy(fitted: OutcomeRecords, records: OutcomeRecords) -> np.ndarray:
+    """Probability [N] that the best candidate is right: a logistic function of the drafter's entropy.
+
+    Fitted by Newton's method with a little of a ridge, so that classes which entropy separates do no harm.
+    """
+    entropy = NODE_FEATURES.index("entropy")
+
+    def inputs(of: OutcomeRecords) -> np.ndarray:
+        return np.stack([of.features_NK[:, entropy].astype(np.float64), np.ones(len(of))], axis=1)
+
+    fitted_N2, weights = inputs(fitted), np.zeros(2)
+    is_right_N = fitted.labels_N == 0
+    for _ in range(NEWTON_STEPS):
+        probs_N = sigmoid(fitted_N2 @ weights)
+        curvature = fitted_N2.T @ (fitted_N2 * (probs_N * (1 - probs_N))[:, None]) + RIDGE * np.eye(2)
+        weights += np.linalg.solve(curvature, fitted_N2.T @ (is_right_N - probs_N) - RIDGE * weights)
+    return sigmoid(inputs(records) @ weights)
+
+
+def sigmoid(logits_N: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)), within (0, 1)."""
+    return 1.0 / (1.0 + np.exp(-np.clip(logits_N, -30.0, 30.0)))
+
+
+def discrimination(
+    predictor: OutcomePredictor, fitted: OutcomeRecords, heldout: OutcomeRecords
+) -> dict[str, float]:
+    """Area under the ROC curve of three guesses at "the best candidate is right"."""
+    inputs = (heldout.features_NK, heldout.scores_NF, heldout.log_probs_NF, heldout.echo_NF)
+    guesses = {
+        "entropy": acceptance_by_entropy(fitted, heldout),
+        "confidence": heldout.scores_NF[:, 0],
+        "predictor": predictor.probs(*inputs)[:, 0],
+    }
+    return {name: area_under_roc(guess_N, heldout.labels_N == 0) for name, guess_N in guesses.items()}
+
+
+def area_under_roc(scores_N: np.ndarray, is_true_N: np.ndarray) -> float:
+    """Probability that a true one's score is above a false one's, ties counting half; both are there."""
+    _, place_N, counts = np.unique(scores_N, return_inverse=True, return_counts=True)
+    rank_N = (np.cumsum(counts) - (counts - 1) / 2)[place_N]
+    num_true = int(is_true_N.sum())
+    above = rank_N[is_true_N].sum() - num_true * (num_true + 1) / 2
+    return float(above / (num_true * (len(scores_N) - num_true)))
 
 
 def frequencies(labels_N: np.ndarray, num_classes: int) -> np.ndarray:
@@ -189,6 +247,7 @@ def by_temperature(predictor: OutcomePredictor) -> list[dict[str, float]]:
 def table(heldout: dict[str, Any]) -> str:
     """The figures for people."""
     losses = ", ".join(f"{name} {value:.3f}" for name, value in heldout["log_loss"].items())
+    areas = ", ".join(f"{name} {value:.3f}" for name, value in heldout["auroc"].items())
     errors = ", ".join(
         f"{name} {value:.3f} (confidence {heldout['ece_confidence'][name]:.3f})"
         for name, value in heldout["ece"].items()
@@ -197,6 +256,7 @@ def table(heldout: dict[str, Any]) -> str:
         f"held out: {heldout['records']} records, {heldout['rounds']} chain rounds, "
         f"{heldout['prompts']} prompts",
         f"log loss: {losses}",
+        f"area under ROC of the first guess: {areas}",
         f"calibration error: {errors}",
         f"hit rate, chain of {heldout['k']}, F = {heldout['fan_out']}:",
     ]
